@@ -114,24 +114,20 @@ class FilesEndpoints:
             file_field="file",
             max_file_bytes=self._files.config.max_file_bytes,
         )
-        try:
-            form = await reader.read()
+        async with reader:
+            form, upload = await reader.read()
             for_anthropic = is_anthropic(request.scope)
             purpose = form.fields.get("purpose", ANTHROPIC_PURPOSE if for_anthropic else "")
             if purpose not in UPLOAD_PURPOSES:
                 raise InvalidRequest(
                     f"The purpose {purpose[:64]!r} is none of {', '.join(UPLOAD_PURPOSES)}.", param="purpose"
                 )
-            assert form.upload is not None
             file = await self._files.create(
-                form.upload,
+                upload,
                 filename=form.filename or "file",
                 purpose=purpose,
                 expires_after_s=_expiry_of_anthropic(form.fields) if for_anthropic else _expiry(form.fields),
             )
-        finally:
-            if reader.form.upload is not None:
-                await reader.form.upload.abandon()
         return json_response(_shown(file, request))
 
     async def list_files(self, request: Request) -> Response:
@@ -323,13 +319,9 @@ class UploadEndpoints:
             file_field="data",
             max_file_bytes=min(MAX_PART_BYTES, plan_of(upload).num_bytes, files.config.max_file_bytes),
         )
-        try:
-            form = await reader.read()
-            assert form.upload is not None
-            part = await self._uploads.add_part(upload, form.upload)
-        finally:
-            if reader.form.upload is not None:
-                await reader.form.upload.abandon()
+        async with reader:
+            _, sent = await reader.read()
+            part = await self._uploads.add_part(upload, sent)
         return json_response(UploadPart(part.id, int(part.created_at), upload.id))
 
     async def complete_upload(self, request: Request, wire: CompleteUpload) -> Response:

@@ -149,7 +149,9 @@ def list_keys(
 @config_options(StoreConfig)
 def show(key_id: str, as_json: bool, config: StoreConfig) -> None:
     """Show all stored properties of a key. The secret itself is not stored."""
-    key = in_directory(config, lambda directory: directory.key(key_id), reads_only=True)
+    from penstock.gateway.tenants.records import KEYS
+
+    key = in_directory(config, lambda directory: directory.find(KEYS, key_id), reads_only=True)
     if as_json:
         print_json(_shown(key))
     else:

@@ -23,7 +23,7 @@ from penstock.serve.environment import open_database
 if TYPE_CHECKING:
     from penstock.gateway.store.database import Database
     from penstock.gateway.tenants.directory import Actor, Directory
-    from penstock.gateway.tenants.records import Organization, Page, Workspace
+    from penstock.gateway.tenants.records import Kind, Organization, Page, Workspace
 
 
 T = TypeVar("T")
@@ -174,10 +174,16 @@ def list_workspaces(
     _print_page(page, as_json, ("ID", "NAME", "ORGANIZATION", "MADE", "ARCHIVED"), rows)
 
 
-def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> None:
-    """Add `rename` and `archive` to the commands of organisations or workspaces. `method` is the end of the names of
-    the directory's methods."""
-    given_id = click.argument("record_id", metavar=f"{method.upper()}_ID")
+def _kind(action: str) -> Kind[Any]:
+    from penstock.gateway.tenants.records import ORGANIZATIONS, WORKSPACES
+
+    return {kind.action: kind for kind in (ORGANIZATIONS, WORKSPACES)}[action]
+
+
+def _add_changes(group: click.Group, action: str, noun: str, what_ends: str) -> None:
+    """Add `rename` and `archive` to the commands of organisations or workspaces. `action` is the kind's name in the
+    audit log."""
+    given_id = click.argument("record_id", metavar=f"{action.upper()}_ID")
 
     @group.command(
         short_help=f"Give {noun} another name.",
@@ -188,8 +194,9 @@ def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> 
     @json_option
     @config_options(StoreConfig)
     def rename(record_id: str, name: str, as_json: bool, config: StoreConfig) -> None:
-        work = f"rename_{method}"
-        renamed = in_directory(config, lambda directory: getattr(directory, work)(actor(), record_id, name))
+        renamed = in_directory(
+            config, lambda directory: directory.rename(actor(), _kind(action), record_id, name)
+        )
         _report("Renamed", renamed, as_json, config)
 
     @group.command(
@@ -200,8 +207,9 @@ def _add_changes(group: click.Group, method: str, noun: str, what_ends: str) -> 
     @json_option
     @config_options(StoreConfig)
     def archive(record_id: str, as_json: bool, config: StoreConfig) -> None:
-        work = f"archive_{method}"
-        archived = in_directory(config, lambda directory: getattr(directory, work)(actor(), record_id))
+        archived = in_directory(
+            config, lambda directory: directory.archive(actor(), _kind(action), record_id)
+        )
         _report("Archived", archived, as_json, config)
 
 

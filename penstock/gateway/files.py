@@ -19,13 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, Select, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, or_, select
 
 from penstock.core.errors import NotFound, RequestTooLarge, StoreUnavailable
 from penstock.core.figures import Count
 from penstock.gateway.blobs.blobs import Blobs, BlobWriter, is_blob_id
 from penstock.gateway.store import tables
-from penstock.gateway.store.database import Database, Order, read_page
+from penstock.gateway.store.database import Database, Order, read_page, reading, transaction
 from penstock.gateway.turns import in_thread
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class FileStore:
     ) -> None:
         self.blobs = blobs
         self.config = config or FilesConfig()
-        self.database = database
+        self.database = self._database = database
         self._wall_clock = wall_clock
 
     async def upload(self, workspace_id: str, *, prefix: str = "file-") -> Upload:
@@ -117,59 +117,44 @@ class FileStore:
             expires_at=None if expires_after_s is None else now + expires_after_s,
         )
         try:
-            await self.database.run(lambda connection: _replace_reservation(connection, file))
+            await self._replace(file)
         except Exception:
             await self.remove_bytes(file.id)
             raise
         return file
 
-    async def reserve(self, workspace_id: str, file_id: str, num_bytes: int, *, ahead: int) -> int:
-        """Reserve room for `num_bytes` of an upload, and for `ahead` more if there is room, and return how much was
-        reserved. Raises RequestTooLarge when the workspace has too little room."""
-        return await self.database.run(
-            lambda connection: self._reserve(connection, workspace_id, file_id, num_bytes, ahead)
-        )
-
-    async def hold(self, file: StoredFile) -> None:
+    @transaction
+    def hold(self, connection: Connection, file: StoredFile) -> None:
         """Count bytes that are stored and that no client sees. Raises RequestTooLarge when the workspace has too
         little room."""
-
-        def hold(connection: Connection) -> None:
-            self._check_room(connection, file.workspace_id, file.id, file.num_bytes)
-            if file.num_bytes:
-                insert_file(connection, file)
-
-        await self.database.run(hold)
+        self._check_room(connection, file.workspace_id, file.id, file.num_bytes)
+        if file.num_bytes:
+            insert_file(connection, file)
 
     async def remove(self, file_id: str) -> None:
         """Remove bytes that no client sees, and the row that counts them."""
-        is_file = tables.files.c.id == file_id
         with contextlib.suppress(StoreUnavailable):  # the row expires
-            await self.database.run(
-                lambda connection: connection.execute(delete(tables.files).where(is_file))
-            )
+            await self._delete(tables.files.c.id == file_id)
         await self.remove_bytes(file_id)
 
     async def release(self, file_id: str) -> None:
         """Give back the room of an upload that was abandoned."""
-        is_reservation = tables.files.c.id == file_id, tables.files.c.purpose == _UPLOADING
-        await self.database.run(
-            lambda connection: connection.execute(delete(tables.files).where(*is_reservation))
-        )
+        await self._delete(tables.files.c.id == file_id, tables.files.c.purpose == _UPLOADING)
 
-    async def get(self, workspace_id: str, file_id: str) -> StoredFile:
+    @reading
+    def get(self, connection: Connection, workspace_id: str, file_id: str) -> StoredFile:
         row = None
         if is_blob_id(file_id):
-            row = await self.database.run(
-                lambda connection: connection.execute(self._find(workspace_id, file_id)).one_or_none(),
-                reads_only=True,
-            )
+            query = self._of_workspace(workspace_id).where(tables.files.c.id == file_id)
+            row = connection.execute(query).one_or_none()
         if row is None:
             raise _no_file(file_id)
         return _file(row)
 
-    async def page(
+    @reading
+    def page(
         self,
+        connection: Connection,
         workspace_id: str,
         *,
         purpose: str | None = None,
@@ -177,24 +162,15 @@ class FileStore:
         order: Order = "desc",
         after: str | None = None,
     ) -> FilePage:
-        def read(connection: Connection) -> FilePage:
-            query = self._of_workspace(workspace_id)
-            if purpose is not None:
-                query = query.where(tables.files.c.purpose == purpose)
-            rows, has_more = read_page(connection, query, tables.files, limit=limit, order=order, after=after)
-            return FilePage([_file(row) for row in rows], has_more)
-
-        return await self.database.run(read, reads_only=True)
+        query = self._of_workspace(workspace_id)
+        if purpose is not None:
+            query = query.where(tables.files.c.purpose == purpose)
+        rows, has_more = read_page(connection, query, tables.files, limit=limit, order=order, after=after)
+        return FilePage([_file(row) for row in rows], has_more)
 
     async def delete(self, workspace_id: str, file_id: str) -> None:
         await self.get(workspace_id, file_id)
-        await self.database.run(
-            lambda connection: connection.execute(
-                delete(tables.files).where(
-                    tables.files.c.id == file_id, tables.files.c.workspace_id == workspace_id
-                )
-            )
-        )
+        await self._delete(tables.files.c.id == file_id, tables.files.c.workspace_id == workspace_id)
         await self.remove_bytes(file_id)
 
     async def copy_bytes(self, file: StoredFile, blob_id: str) -> None:
@@ -213,23 +189,34 @@ class FileStore:
 
     async def remove_expired(self) -> int:
         """Remove expired files, which are invisible already, and return how many there were."""
-
-        def remove(connection: Connection) -> list[str]:
-            is_expired = tables.files.c.expires_at <= self._wall_clock()
-            query = select(tables.files.c.id).where(is_expired).limit(_MAX_EXPIRED_AT_ONCE)
-            ids = list(connection.execute(query).scalars())
-            connection.execute(delete(tables.files).where(tables.files.c.id.in_(ids)))
-            return ids
-
-        expired = await self.database.run(remove)
+        expired = await self._delete_expired()
         for file_id in expired:
             await self.remove_bytes(file_id)
         await in_thread(self.blobs.remove_abandoned)
         return len(expired)
 
-    def _reserve(
-        self, connection: Connection, workspace_id: str, file_id: str, num_bytes: int, ahead: int
+    @transaction
+    def _delete(self, connection: Connection, *where: ColumnElement[bool]) -> None:
+        connection.execute(delete(tables.files).where(*where))
+
+    @transaction
+    def _delete_expired(self, connection: Connection) -> list[str]:
+        is_expired = tables.files.c.expires_at <= self._wall_clock()
+        query = select(tables.files.c.id).where(is_expired).limit(_MAX_EXPIRED_AT_ONCE)
+        ids = list(connection.execute(query).scalars())
+        connection.execute(delete(tables.files).where(tables.files.c.id.in_(ids)))
+        return ids
+
+    @transaction
+    def _replace(self, connection: Connection, file: StoredFile) -> None:
+        _replace_reservation(connection, file)
+
+    @transaction
+    def reserve(
+        self, connection: Connection, workspace_id: str, file_id: str, num_bytes: int, *, ahead: int
     ) -> int:
+        """Reserve room for `num_bytes` of an upload, and for `ahead` more if there is room, and return how much was
+        reserved. Raises RequestTooLarge when the workspace has too little room."""
         room = self._check_room(connection, workspace_id, file_id, num_bytes)
         now = self._wall_clock()
         reservation = StoredFile(
@@ -271,9 +258,6 @@ class FileStore:
             tables.files.c.purpose.not_in(_HIDDEN),
             or_(expires_at.is_(None), expires_at > self._wall_clock()),
         )
-
-    def _find(self, workspace_id: str, file_id: str) -> Select[Any]:
-        return self._of_workspace(workspace_id).where(tables.files.c.id == file_id)
 
 
 class Upload:

@@ -99,10 +99,11 @@ class WorkspaceTurns:
 
 class FairSlots:
     """Slots that workspaces share. A free slot goes to the waiting workspace that has the fewest, and within it to
-    the caller that has waited the longest."""
+    the caller that has waited the longest. No workspace has more than `most_each`."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, most_each: int | None = None) -> None:
         self._num_free = count
+        self._most_each = count if most_each is None else most_each
         self._num_taken: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the workspace served longest ago first
 
@@ -150,6 +151,8 @@ class FairSlots:
     def _hand_out(self) -> None:
         while self._num_free and self._waiting:
             workspace_id = min(self._waiting, key=self._num_taken.__getitem__)
+            if self._num_taken[workspace_id] >= self._most_each:
+                return
             turn = _first_of(self._waiting, workspace_id)
             if not turn.done():
                 self._num_free -= 1

@@ -28,6 +28,7 @@ from penstock.gateway.files import (
     new_file_id,
     stored_name,
 )
+from penstock.gateway.store.database import reading, transaction
 from penstock.gateway.store.tables import files as table
 from penstock.gateway.turns import in_thread
 
@@ -73,20 +74,22 @@ class Uploads:
             details=msgspec.to_builtins(plan),
         )
 
-        def add(connection: Connection) -> None:
-            lock_workspace(connection, workspace_id)
-            is_upload = table.c.workspace_id == workspace_id, table.c.purpose == UPLOAD
-            if connection.execute(select(func.count()).where(*is_upload)).scalar_one() >= MAX_PENDING:
-                raise RequestTooLarge(
-                    f"The workspace has {MAX_PENDING} uploads of the last hour already.",
-                    hint="Wait until some of them have expired.",
-                )
-            insert_file(connection, upload)
-
-        await self._database.run(add)
+        await self._add(upload)
         return upload
 
-    async def get(self, workspace_id: str, upload_id: str) -> StoredFile:
+    @transaction
+    def _add(self, connection: Connection, upload: StoredFile) -> None:
+        lock_workspace(connection, upload.workspace_id)
+        is_upload = table.c.workspace_id == upload.workspace_id, table.c.purpose == UPLOAD
+        if connection.execute(select(func.count()).where(*is_upload)).scalar_one() >= MAX_PENDING:
+            raise RequestTooLarge(
+                f"The workspace has {MAX_PENDING} uploads of the last hour already.",
+                hint="Wait until some of them have expired.",
+            )
+        insert_file(connection, upload)
+
+    @reading
+    def get(self, connection: Connection, workspace_id: str, upload_id: str) -> StoredFile:
         found = None
         if is_blob_id(upload_id):
             query = select(table).where(
@@ -95,9 +98,7 @@ class Uploads:
                 table.c.purpose == UPLOAD,
                 table.c.expires_at > time.time(),
             )
-            found = await self._database.run(
-                lambda connection: connection.execute(query).one_or_none(), reads_only=True
-            )
+            found = connection.execute(query).one_or_none()
         if found is None:
             raise NotFound(f"There is no upload {upload_id[:64]!r}.", param="upload_id")
         return StoredFile(**found._mapping)
@@ -160,9 +161,9 @@ class Uploads:
     async def cancel(self, workspace_id: str, upload_id: str) -> StoredFile:
         return await self._end(await self.pending(workspace_id, upload_id), "cancelled", None)
 
-    async def _parts(self, upload: StoredFile) -> dict[str, StoredFile]:
-        query = select(table).where(*_is_part(upload))
-        rows = await self._database.run(lambda connection: connection.execute(query).all(), reads_only=True)
+    @reading
+    def _parts(self, connection: Connection, upload: StoredFile) -> dict[str, StoredFile]:
+        rows = connection.execute(select(table).where(*_is_part(upload)))
         return {row.id: StoredFile(**row._mapping) for row in rows}
 
     def _join(self, file_id: str, part_ids: Sequence[str]) -> str:

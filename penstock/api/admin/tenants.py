@@ -20,6 +20,9 @@ from penstock.core.errors import InvalidRequest
 from penstock.gateway.tenants.directory import DEFAULT_PAGE, AuditEntry, Directory
 from penstock.gateway.tenants.records import (
     DEFAULT_ID,
+    KEYS,
+    ORGANIZATIONS,
+    WORKSPACES,
     Key,
     KeyChanges,
     KeyStatus,
@@ -150,14 +153,14 @@ class AdminEndpoints:
         return _show(OrganizationObject, made)
 
     async def get_organization(self, request: Request) -> Response:
-        return _show(OrganizationObject, await self._directory.organization(_id(request)))
+        return _show(OrganizationObject, await self._directory.find(ORGANIZATIONS, _id(request)))
 
     async def update_organization(self, request: Request, wire: Renaming) -> Response:
-        renamed = await self._directory.rename_organization(actor_of(request), _id(request), wire.name)
+        renamed = await self._directory.rename(actor_of(request), ORGANIZATIONS, _id(request), wire.name)
         return _show(OrganizationObject, renamed)
 
     async def archive_organization(self, request: Request) -> Response:
-        archived = await self._directory.archive_organization(actor_of(request), _id(request))
+        archived = await self._directory.archive(actor_of(request), ORGANIZATIONS, _id(request))
         return _show(OrganizationObject, archived)
 
     async def list_workspaces(self, request: Request) -> Response:
@@ -173,14 +176,14 @@ class AdminEndpoints:
         return _show(WorkspaceObject, made)
 
     async def get_workspace(self, request: Request) -> Response:
-        return _show(WorkspaceObject, await self._directory.workspace(_id(request)))
+        return _show(WorkspaceObject, await self._directory.find(WORKSPACES, _id(request)))
 
     async def update_workspace(self, request: Request, wire: Renaming) -> Response:
-        renamed = await self._directory.rename_workspace(actor_of(request), _id(request), wire.name)
+        renamed = await self._directory.rename(actor_of(request), WORKSPACES, _id(request), wire.name)
         return _show(WorkspaceObject, renamed)
 
     async def archive_workspace(self, request: Request) -> Response:
-        archived = await self._directory.archive_workspace(actor_of(request), _id(request))
+        archived = await self._directory.archive(actor_of(request), WORKSPACES, _id(request))
         return _show(WorkspaceObject, archived)
 
     async def list_keys(self, request: Request) -> Response:
@@ -196,7 +199,7 @@ class AdminEndpoints:
         return _show(NewKeyObject, self._shown_key(issued.key), secret=issued.secret)
 
     async def get_key(self, request: Request) -> Response:
-        return private_json(self._shown_key(await self._directory.key(_id(request))))
+        return private_json(self._shown_key(await self._directory.find(KEYS, _id(request))))
 
     async def update_key(self, request: Request, wire: KeyChangesBody) -> Response:
         updated = await self._directory.update_key(actor_of(request), _id(request), wire)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -60,7 +60,7 @@ class _Part:
 
 
 class UploadReader:
-    """Reads one form. The caller of `read` must abandon the form's upload when `read` raises."""
+    """Reads one form, within an `async with` block, at whose end an upload that became no file is abandoned."""
 
     def __init__(
         self,
@@ -81,7 +81,15 @@ class UploadReader:
         self._is_complete = False
         self.form = UploadForm()
 
-    async def read(self) -> UploadForm:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.form.upload is not None:
+            await self.form.upload.abandon()
+
+    async def read(self) -> tuple[UploadForm, Upload]:
+        """Return the form, and its file."""
         check_encoding(self._request.headers.get("content-encoding", "identity"), ("identity",))
         try:
             parser = MultipartParser(self._boundary(), self._callbacks())
@@ -106,7 +114,7 @@ class UploadReader:
             raise InvalidRequest("The form in the request body is cut off.")
         if self.form.upload is None:
             raise InvalidRequest("The form has no file.", param=self._file_field)
-        return self.form
+        return self.form, self.form.upload
 
     def _boundary(self) -> bytes:
         kind, options = parse_options_header(self._request.headers.get("content-type"))

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import sqlalchemy
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, Table, and_, event, or_
@@ -486,8 +486,7 @@ class QueryTurns:
 
     def __init__(self, noun: str) -> None:
         self._noun = noun  # what is asked for
-        self._running = asyncio.Semaphore(MAX_QUERIES)
-        self._of_workspace: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._slots = FairSlots(MAX_QUERIES, most_each=1)
         self._num_asked: Counter[str] = Counter()
 
     @asynccontextmanager
@@ -502,9 +501,8 @@ class QueryTurns:
                 retry_after_s=RETRY_AFTER_S,
             )
         self._num_asked[name] += 1
-        lock = self._of_workspace.setdefault(name, asyncio.Lock())
         try:
-            async with lock, self._running:
+            async with self._slots.slot(name):
                 yield
         finally:
             self._num_asked[name] -= 1

@@ -120,6 +120,7 @@ def _differences(
 
 
 T = TypeVar("T")
+Archived = TypeVar("Archived", Organization, Workspace)
 DEFAULT_PAGE = 20
 
 
@@ -147,8 +148,17 @@ class Directory:
             query = query.where(keys.c.revoked_at.is_(None), is_unexpired)
         return await self._read(lambda connection: connection.execute(query).first() is not None)
 
-    async def organization(self, organization_id: str) -> Organization:
-        return await self._read(lambda connection: find(connection, ORGANIZATIONS, organization_id))
+    async def find(self, kind: Kind[Record], row_id: str) -> Record:
+        return await self._read(lambda connection: find(connection, kind, row_id))
+
+    async def rename(self, actor: Actor, kind: Kind[Record], row_id: str, name: str) -> Record:
+        return await self._alter(actor, kind, row_id, "update", {"name": checked_name(name)})
+
+    async def archive(self, actor: Actor, kind: Kind[Archived], row_id: str) -> Archived:
+        """End all workspaces of an organisation and their keys, or all keys of a workspace, at once. Nothing is
+        deleted."""
+        change = {"archived_at": self.wall_time()}
+        return await self._alter(actor, kind, row_id, "archive", change, _refuse_unless_archivable)
 
     async def organizations(
         self, *, limit: int = DEFAULT_PAGE, after: str | None = None
@@ -160,20 +170,6 @@ class Directory:
             id=ORGANIZATIONS.new_id(), name=checked_name(name), created_at=self.wall_time(), archived_at=None
         )
         return await self._create(actor, ORGANIZATIONS, made)
-
-    async def rename_organization(self, actor: Actor, organization_id: str, name: str) -> Organization:
-        change = {"name": checked_name(name)}
-        return await self._alter(actor, ORGANIZATIONS, organization_id, "update", change)
-
-    async def archive_organization(self, actor: Actor, organization_id: str) -> Organization:
-        """End all workspaces and keys of an organisation at once. Nothing is deleted."""
-        change = {"archived_at": self.wall_time()}
-        return await self._alter(
-            actor, ORGANIZATIONS, organization_id, "archive", change, _refuse_unless_archivable
-        )
-
-    async def workspace(self, workspace_id: str) -> Workspace:
-        return await self._read(lambda connection: find(connection, WORKSPACES, workspace_id))
 
     async def workspaces(
         self, *, limit: int = DEFAULT_PAGE, after: str | None = None, organization_id: str | None = None
@@ -195,19 +191,6 @@ class Directory:
             made,
             lambda connection: _refuse_archived(find(connection, ORGANIZATIONS, organization_id)),
         )
-
-    async def rename_workspace(self, actor: Actor, workspace_id: str, name: str) -> Workspace:
-        return await self._alter(actor, WORKSPACES, workspace_id, "update", {"name": checked_name(name)})
-
-    async def archive_workspace(self, actor: Actor, workspace_id: str) -> Workspace:
-        """End all keys of a workspace at once. Nothing is deleted."""
-        change = {"archived_at": self.wall_time()}
-        return await self._alter(
-            actor, WORKSPACES, workspace_id, "archive", change, _refuse_unless_archivable
-        )
-
-    async def key(self, key_id: str) -> Key:
-        return await self._read(lambda connection: find(connection, KEYS, key_id))
 
     async def keys(
         self, *, limit: int = DEFAULT_PAGE, after: str | None = None, workspace_id: str | None = None

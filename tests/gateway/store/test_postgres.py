@@ -34,7 +34,7 @@ from penstock.gateway.store.database import Database
 from penstock.gateway.store.tables import fleet_leases, keys, metadata, tenant_revision, workspaces
 from penstock.gateway.store.versions import Follower
 from penstock.gateway.tenants.keyring import TRUST_S
-from penstock.gateway.tenants.records import KeyChanges, NewKey
+from penstock.gateway.tenants.records import KEYS, KeyChanges, NewKey
 from penstock.gateway.uploads import UploadPlan, Uploads
 from penstock.serve.database_registry import DatabaseRegistry
 from tests.gateway.responses.test_objects import thing
@@ -155,7 +155,7 @@ async def test_a_key_from_its_making_to_its_end(world: World, url: str) -> None:
         assert (principal.organization_id, principal.workspace_id) == (organization.id, workspace.id)
         assert (principal.scopes, principal.allowed_models) == ({Scope.USAGE}, {"m"})
         await ring.write_uses()
-    assert (await world.directory.key(issued.key.id)).last_used_at == world.time.wall()
+    assert (await world.directory.find(KEYS, issued.key.id)).last_used_at == world.time.wall()
     changed = await world.directory.update_key(ACTOR, issued.key.id, KeyChanges(allowed_models=None))
     assert changed.allowed_models is None
     await world.directory.revoke_key(ACTOR, issued.key.id)
@@ -202,7 +202,7 @@ async def test_work_that_says_it_only_reads_cannot_write(world: World) -> None:
 @pytest.mark.parametrize("text_that_no_id_has", ["a\0b", "\ud800", "", "ü", "x" * 1000])
 async def test_odd_ids_are_not_found_rather_than_an_accident(world: World, text_that_no_id_has: str) -> None:
     with pytest.raises(NotFound):
-        await world.directory.key(text_that_no_id_has)
+        await world.directory.find(KEYS, text_that_no_id_has)
     assert (await world.directory.keys(workspace_id=text_that_no_id_has)).data == ()
     assert (await world.directory.audit(target=text_that_no_id_has)).data == ()
     with pytest.raises(PenstockError):

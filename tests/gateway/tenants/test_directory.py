@@ -14,12 +14,12 @@ from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.store.tables import audit_log, keys
 from penstock.gateway.tenants.directory import Actor, Directory
-from penstock.gateway.tenants.records import KeyChanges, NewKey
+from penstock.gateway.tenants.records import KEYS, ORGANIZATIONS, WORKSPACES, KeyChanges, NewKey
 from tests.gateway.tenants.conftest import ACTOR, World
 
 
 async def test_the_default_workspace_is_there_from_the_start(world: World) -> None:
-    workspace = await world.directory.workspace("default")
+    workspace = await world.directory.find(WORKSPACES, "default")
     assert workspace.organization_id == "default"
     issued = await world.directory.create_key(ACTOR, NewKey(name="first"))
     assert issued.key.workspace_id == "default"
@@ -39,7 +39,7 @@ async def test_a_key_keeps_what_it_was_made_with(world: World) -> None:
         expires_at=world.time.wall() + 60,
     )
     issued = await directory.create_key(ACTOR, request)
-    key = await directory.key(issued.key.id)
+    key = await directory.find(KEYS, issued.key.id)
     assert key == issued.key
     assert (key.name, key.workspace_id, key.created_by) == ("ci", workspace.id, "test")
     assert key.scopes == (Scope.INFERENCE, Scope.USAGE)
@@ -85,13 +85,13 @@ async def test_nothing_new_in_what_is_archived(world: World) -> None:
     directory = world.directory
     organization = await directory.create_organization(ACTOR, "Acme")
     workspace = await directory.create_workspace(ACTOR, "W", organization.id)
-    await directory.archive_organization(ACTOR, organization.id)
+    await directory.archive(ACTOR, ORGANIZATIONS, organization.id)
     with pytest.raises(Conflict, match="archived"):
         await directory.create_workspace(ACTOR, "X", organization.id)
     with pytest.raises(Conflict, match="archived"):
         await directory.create_key(ACTOR, NewKey(name="k", workspace_id=workspace.id))
     with pytest.raises(Conflict, match="archived"):
-        await directory.archive_organization(ACTOR, organization.id)
+        await directory.archive(ACTOR, ORGANIZATIONS, organization.id)
 
 
 Act = Callable[[Directory], Awaitable[object]]
@@ -129,8 +129,8 @@ Act = Callable[[Directory], Awaitable[object]]
         (lambda d: d.update_key(ACTOR, "key_none", KeyChanges(name="x")), NotFound, "no key"),
         (lambda d: d.update_key(ACTOR, "key_none", KeyChanges()), InvalidRequest, "Nothing to change"),
         (lambda d: d.revoke_key(ACTOR, "key_none"), NotFound, "no key"),
-        (lambda d: d.archive_workspace(ACTOR, "default"), Conflict, "cannot be archived"),
-        (lambda d: d.archive_organization(ACTOR, "default"), Conflict, "cannot be archived"),
+        (lambda d: d.archive(ACTOR, WORKSPACES, "default"), Conflict, "cannot be archived"),
+        (lambda d: d.archive(ACTOR, ORGANIZATIONS, "default"), Conflict, "cannot be archived"),
         (lambda d: d.keys(limit=0), InvalidRequest, "limit"),
         (lambda d: d.keys(limit=1001), InvalidRequest, "limit"),
         (lambda d: d.keys(after="key_none"), InvalidRequest, "after"),
@@ -180,14 +180,14 @@ async def test_every_change_is_in_the_audit_log_with_what_it_changed(
     directory = world.directory
     by = Actor("key_admin", "request-7")
     organization = await directory.create_organization(by, "Acme")
-    await directory.rename_organization(by, organization.id, "Acme 2")
+    await directory.rename(by, ORGANIZATIONS, organization.id, "Acme 2")
     workspace = await directory.create_workspace(by, "W", organization.id)
-    await directory.rename_workspace(by, workspace.id, "W2")
+    await directory.rename(by, WORKSPACES, workspace.id, "W2")
     issued = await directory.create_key(by, NewKey(name="k", workspace_id=workspace.id))
     await directory.update_key(by, issued.key.id, KeyChanges(scopes=(Scope.ADMIN,)))
     await directory.revoke_key(by, issued.key.id)
-    await directory.archive_workspace(by, workspace.id)
-    await directory.archive_organization(by, organization.id)
+    await directory.archive(by, WORKSPACES, workspace.id)
+    await directory.archive(by, ORGANIZATIONS, organization.id)
 
     entries = (await directory.audit(limit=100)).data[::-1]
     assert [entry.action for entry in entries] == [

@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.identity import Scope
 from penstock.gateway.tenants.keyring import TRUST_S
-from penstock.gateway.tenants.records import KeyChanges, NewKey
+from penstock.gateway.tenants.records import WORKSPACES, KeyChanges, NewKey
 from tests.gateway.store.ready_made import ready_made_database
 from tests.gateway.tenants.conftest import ACTOR, Time, World
 
@@ -60,7 +60,7 @@ class KeyLives(RuleBasedStateMachine):
     @rule(workspace=workspaces)
     def archive_workspace(self, workspace: str) -> None:
         if workspace != "default" and workspace not in self.archived:
-            self.wait(self.world.directory.archive_workspace(ACTOR, workspace))
+            self.wait(self.world.directory.archive(ACTOR, WORKSPACES, workspace))
             self.archived.add(workspace)
 
     @rule(target=lives, workspace=workspaces, lifetime_s=st.none() | st.integers(1, 60))

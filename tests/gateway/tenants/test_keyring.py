@@ -15,7 +15,15 @@ from penstock.gateway.store.database import Database, sqlite_url
 from penstock.gateway.tenants import keyring, records
 from penstock.gateway.tenants.directory import Directory
 from penstock.gateway.tenants.keyring import CHECK_EVERY_S, OUTAGE_GRACE_S, TRUST_S, KeyRing
-from penstock.gateway.tenants.records import KeyChanges, NewKey, new_secret, prefix_of
+from penstock.gateway.tenants.records import (
+    KEYS,
+    ORGANIZATIONS,
+    WORKSPACES,
+    KeyChanges,
+    NewKey,
+    new_secret,
+    prefix_of,
+)
 from tests.gateway.tenants.conftest import ACTOR, World
 
 
@@ -163,9 +171,9 @@ async def test_archiving_ends_the_keys_below(world: World, level: str) -> None:
     await ring.identify(issued.secret)
     assert await ring.workspace(workspace.id) is not None
     if level == "workspace":
-        await world.directory.archive_workspace(ACTOR, workspace.id)
+        await world.directory.archive(ACTOR, WORKSPACES, workspace.id)
     else:
-        await world.directory.archive_organization(ACTOR, organization.id)
+        await world.directory.archive(ACTOR, ORGANIZATIONS, organization.id)
     world.time.pass_s(TRUST_S)
     with pytest.raises(AuthenticationFailed, match="revoked"):
         await ring.identify(issued.secret)
@@ -243,13 +251,13 @@ async def test_last_uses_are_written_late_and_never_backwards(world: World) -> N
     first, second = world.ring(), world.ring()
     await first.identify(issued.secret)
     first_use = world.time.wall()
-    assert (await world.directory.key(key_id)).last_used_at is None
+    assert (await world.directory.find(KEYS, key_id)).last_used_at is None
     world.time.pass_s(10)
     await second.identify(issued.secret)
     await second.close()
-    assert (await world.directory.key(key_id)).last_used_at == first_use + 10
+    assert (await world.directory.find(KEYS, key_id)).last_used_at == first_use + 10
     await first.close()
-    assert (await world.directory.key(key_id)).last_used_at == first_use + 10
+    assert (await world.directory.find(KEYS, key_id)).last_used_at == first_use + 10
 
 
 class BreakableDatabase(Database):

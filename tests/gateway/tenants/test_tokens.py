@@ -25,6 +25,7 @@ from penstock.core.identity import Scope
 from penstock.core.request import Tier
 from penstock.gateway.tenants import tokens
 from penstock.gateway.tenants.keyring import TRUST_S
+from penstock.gateway.tenants.records import WORKSPACES
 from penstock.gateway.tenants.tokens import (
     LOOK_AGAIN_AFTER_S,
     REFRESH_EVERY_S,
@@ -347,7 +348,7 @@ async def test_a_workspace_that_is_not_there_or_archived_is_no_way_in(
     checks = verifier(world, provider, default_workspace=None)
     token = provider.token("rsa", "RS256", claims(world, provider, workspace=workspace.id))
     await checks.identify(token)
-    await world.directory.archive_workspace(ACTOR, workspace.id)
+    await world.directory.archive(ACTOR, WORKSPACES, workspace.id)
     world.time.pass_s(TRUST_S)
     with pytest.raises(PermissionDenied):
         await checks.identify(token)
