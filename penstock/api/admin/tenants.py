@@ -153,7 +153,8 @@ class AdminEndpoints:
         return _show(OrganizationObject, made)
 
     async def get_organization(self, request: Request) -> Response:
-        return _show(OrganizationObject, await self._directory.find(ORGANIZATIONS, _id(request)))
+        found = await self._directory.find(ORGANIZATIONS, _id(request))
+        return _show(OrganizationObject, found)
 
     async def update_organization(self, request: Request, wire: Renaming) -> Response:
         renamed = await self._directory.rename(actor_of(request), ORGANIZATIONS, _id(request), wire.name)
@@ -176,7 +177,8 @@ class AdminEndpoints:
         return _show(WorkspaceObject, made)
 
     async def get_workspace(self, request: Request) -> Response:
-        return _show(WorkspaceObject, await self._directory.find(WORKSPACES, _id(request)))
+        found = await self._directory.find(WORKSPACES, _id(request))
+        return _show(WorkspaceObject, found)
 
     async def update_workspace(self, request: Request, wire: Renaming) -> Response:
         renamed = await self._directory.rename(actor_of(request), WORKSPACES, _id(request), wire.name)

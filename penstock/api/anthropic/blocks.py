@@ -6,7 +6,7 @@ The rules about which block may stand where are Anthropic's. Knows nothing of sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, Union
 
 import msgspec
 
@@ -116,34 +116,22 @@ class HostedBlock(msgspec.Struct, tag_field="type"):
     model has written the same as text."""
 
 
-class ServerToolUse(HostedBlock, tag="server_tool_use"): ...
-
-
-class WebSearchToolResult(HostedBlock, tag="web_search_tool_result"): ...
-
-
-class WebFetchToolResult(HostedBlock, tag="web_fetch_tool_result"): ...
-
-
-class CodeExecutionToolResult(HostedBlock, tag="code_execution_tool_result"): ...
-
-
-class BashCodeExecutionToolResult(HostedBlock, tag="bash_code_execution_tool_result"): ...
-
-
-class TextEditorCodeExecutionToolResult(HostedBlock, tag="text_editor_code_execution_tool_result"): ...
-
-
-class ToolSearchToolResult(HostedBlock, tag="tool_search_tool_result"): ...
-
-
-class McpToolUse(HostedBlock, tag="mcp_tool_use"): ...
-
-
-class McpToolResult(HostedBlock, tag="mcp_tool_result"): ...
-
-
-Block = (
+# One class for each type, as msgspec asks.
+_HOSTED_BLOCKS = tuple(
+    msgspec.defstruct(kind.title().replace("_", ""), [], bases=(HostedBlock,), tag_field="type", tag=kind)
+    for kind in (
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+    )
+)
+OwnBlock = (
     TextBlock
     | ThinkingBlock
     | RedactedThinkingBlock
@@ -152,16 +140,11 @@ Block = (
     | ImageBlock
     | DocumentBlock
     | SearchResultBlock
-    | ServerToolUse
-    | WebSearchToolResult
-    | WebFetchToolResult
-    | CodeExecutionToolResult
-    | BashCodeExecutionToolResult
-    | TextEditorCodeExecutionToolResult
-    | ToolSearchToolResult
-    | McpToolUse
-    | McpToolResult
 )
+if TYPE_CHECKING:
+    Block: TypeAlias = OwnBlock | HostedBlock
+else:
+    Block = Union[(OwnBlock, *_HOSTED_BLOCKS)]
 
 
 class Turn(msgspec.Struct):
