@@ -134,29 +134,13 @@ class Observer(Protocol):
         ...
 
 
-class Observers:
-    """Several observers as one."""
-
-    def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
-
-    def begin(self, claim: Claim) -> Callable[[Outcome], None]:
-        ends = [observer.begin(claim) for observer in self._observers]
-
-        def settled(outcome: Outcome) -> None:
-            for end in ends:
-                end(outcome)
-
-        return settled
-
-
 class Account:
     """One request's reservation and its row in the ledger."""
 
     __slots__ = ("_is_settled", "_lease", "_ledger", "_on_settled", "claim")
 
     def __init__(
-        self, claim: Claim, lease: Lease, ledger: Ledger, on_settled: Callable[[Outcome], None] | None = None
+        self, claim: Claim, lease: Lease, ledger: Ledger, on_settled: Sequence[Callable[[Outcome], None]] = ()
     ) -> None:
         self.claim = claim
         self._lease = lease
@@ -180,8 +164,8 @@ class Account:
         self._is_settled = True
         self._lease.settle(outcome)
         self._ledger.settle(self.claim, outcome)
-        if self._on_settled is not None:
-            self._on_settled(outcome)
+        for on_settled in self._on_settled:
+            on_settled(outcome)
 
 
 class Admission:
@@ -223,11 +207,14 @@ class Accounts:
     """Admits requests to their limits, and opens an account for each one that is to run."""
 
     def __init__(
-        self, limiter: Limiter | None = None, ledger: Ledger | None = None, observer: Observer | None = None
+        self,
+        limiter: Limiter | None = None,
+        ledger: Ledger | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._limiter = limiter or Limiter()
         self._ledger = ledger or Ledger()
-        self._observer = observer
+        self._observers = observers
 
     async def admit(self, claim: Claim, *, is_limited: bool = True) -> Admission:
         """Admit a request to its limits. Work for an admitted request, such as a judge's, is recorded but not limited
@@ -250,7 +237,7 @@ class Accounts:
     def begin(self, claim: Claim, lease: Lease) -> Account:
         """Make the account of a request whose reservations are complete. Raises the errors of the ledger."""
         self._ledger.begin(claim)
-        on_settled = self._observer.begin(claim) if self._observer is not None else None
+        on_settled = [observer.begin(claim) for observer in self._observers]
         return Account(claim, lease, self._ledger, on_settled)
 
     @asynccontextmanager

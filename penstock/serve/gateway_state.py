@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,10 +93,10 @@ class GatewayState:
         engine: EngineClient,
         config: GatewayConfig,
         limiter: RunningLimiter,
-        observer: Observer | None = None,
+        observers: Sequence[Observer] = (),
     ) -> Gateway:
         """Build a gateway that uses this state, follows the settings and exports all metrics of both."""
-        accounts = Accounts(limiter, self.ledger, observer)
+        accounts = Accounts(limiter, self.ledger, observers)
         gateway = Gateway(engine, config, accounts=accounts, reuse=self.reuse)
         gateway.metrics.register(limiter.metrics)
         if self.ledger is not None:

@@ -105,7 +105,9 @@ def bounded_server(
     **uvicorn_options: Any,
 ) -> Iterator[BoundedServed]:
     config = config or ServerConfig()
-    gateway = Gateway(engine, gateway_config or GatewayConfig(), accounts=Accounts(observer=observer))
+    gateway = Gateway(
+        engine, gateway_config or GatewayConfig(), accounts=Accounts(observers=[observer] if observer else [])
+    )
     http, websocket, connections = bounded_protocols(config)
     routes = more_routes(gateway) if more_routes else ()
 

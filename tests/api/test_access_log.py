@@ -49,7 +49,7 @@ def lines() -> Iterator[list[str]]:
 
 def client_for(engine: FakeEngine, *, keeps_prompts: bool = False, **server: Any) -> httpx.AsyncClient:
     observer = RequestObserver()
-    gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observer=observer))
+    gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observers=[observer]))
     request_log = RequestLog(Tracing(), writes_lines=True, keeps_prompts=keeps_prompts)
     app = create_app(gateway, ServerConfig(**server), request_log=request_log)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -13,7 +13,7 @@ from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.core.plan import Prefill
 from penstock.core.request import Request, SamplingParams, Tier
 from penstock.dispatch import Send
-from penstock.gateway.accounts import Accounts, Claim, Observers, Outcome
+from penstock.gateway.accounts import Accounts, Claim, Outcome
 from penstock.gateway.gateway import Gateway
 from penstock.gateway.history.requests import MAX_ENDED, RecentRequests
 from penstock.gateway.prompts import GenerationRequest, SamplingOptions, TextPrompt, Usage
@@ -101,9 +101,7 @@ def test_a_request_that_is_not_known_has_no_route() -> None:
 @pytest.mark.parametrize("shows_prompts", [False, True])
 async def test_prompts_are_kept_only_where_the_operator_asked(shows_prompts: bool) -> None:
     recent = RecentRequests(keeps_prompts=shows_prompts)
-    gateway = Gateway(
-        FakeEngine(script_text("fine")), GatewayConfig(), accounts=Accounts(observer=Observers([recent]))
-    )
+    gateway = Gateway(FakeEngine(script_text("fine")), GatewayConfig(), accounts=Accounts(observers=[recent]))
     if shows_prompts:
         gateway.on_request = recent.note_prompt
     answer = await gateway.ask(

@@ -48,7 +48,7 @@ class Traced:
         config = TracingConfig(endpoint="unused", headers={}, version="9", sampled_share=sampled_share)
         self.tracing = OpenTelemetryTracing(config, exporter or self._exporter)
         observer = RequestObserver(self.tracing)
-        self.gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observer=observer))
+        self.gateway = Gateway(engine, GatewayConfig(), accounts=Accounts(observers=[observer]))
         request_log = RequestLog(self.tracing, writes_lines=False)
         self.app = create_app(self.gateway, ServerConfig(), request_log=request_log)
 
@@ -225,7 +225,7 @@ async def test_a_real_collector_receives_them() -> None:
         gateway = Gateway(
             FakeEngine(script_text("hi")),
             GatewayConfig(),
-            accounts=Accounts(observer=RequestObserver(tracing)),
+            accounts=Accounts(observers=[RequestObserver(tracing)]),
         )
         app = create_app(gateway, ServerConfig(), request_log=RequestLog(tracing, writes_lines=False))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
