@@ -12,7 +12,7 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.http.answers import blob_response, json_response
+from penstock.api.http.answers import IdList, ObjectList, blob_response, json_response
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import is_anthropic, timestamp
 from penstock.api.http.multipart import UploadReader
@@ -52,12 +52,7 @@ class FileObject(msgspec.Struct):
     status: Literal["processed"] = "processed"
 
 
-class FileList(msgspec.Struct):
-    data: list[FileObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
+class FileList(ObjectList[FileObject]): ...
 
 
 class FileDeleted(msgspec.Struct):
@@ -79,11 +74,7 @@ class FileMetadata(msgspec.Struct):
     type: Literal["file"] = "file"
 
 
-class FileMetadataList(msgspec.Struct):
-    data: list[FileMetadata]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
+class FileMetadataList(IdList[FileMetadata], kw_only=True):
     next_page: str | None
 
 
@@ -140,9 +131,7 @@ class FilesEndpoints:
             order=choice_of(request, "order", default="desc", choices=_ORDERS),
             after=text_of(request, "after"),
         )
-        data = [file_object(file) for file in page.files]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(FileList(data, page.has_more, first_id, last_id))
+        return json_response(FileList.of([file_object(file) for file in page.files], has_more=page.has_more))
 
     async def _list_for_anthropic(self, request: Request) -> Response:
         page = await self._files.page(
@@ -151,9 +140,8 @@ class FilesEndpoints:
             after=text_of(request, "page") or text_of(request, "after_id"),
         )
         data = [_file_metadata(file) for file in page.files]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        next_page = last_id if page.has_more else None
-        return json_response(FileMetadataList(data, page.has_more, first_id, last_id, next_page))
+        next_page = data[-1].id if page.has_more and data else None
+        return json_response(FileMetadataList.of(data, has_more=page.has_more, next_page=next_page))
 
     async def show_file(self, request: Request) -> Response:
         return json_response(_shown(await self._file_of(request), request))

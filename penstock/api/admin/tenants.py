@@ -5,16 +5,16 @@ Lists have the shape of OpenAI's. The middleware has checked that the caller has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.admin.settings import actor_of
-from penstock.api.http.answers import private_json, shown_as
+from penstock.api.http.answers import ObjectList, private_json, shown_as
 from penstock.api.http.routes import PAGE, Operation
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.tenants.directory import DEFAULT_PAGE, AuditEntry, Directory
@@ -33,7 +33,6 @@ from penstock.gateway.tenants.records import (
 )
 
 Record = TypeVar("Record", bound=msgspec.Struct)
-Shown = TypeVar("Shown", "OrganizationObject", "WorkspaceObject", "KeyObject", "AuditObject")
 
 
 class NewOrganization(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,28 +83,16 @@ class AuditObject(AuditEntry, frozen=True, kw_only=True):
     object: Literal["audit_entry"] = "audit_entry"
 
 
-class Listing(msgspec.Struct, Generic[Shown], frozen=True, kw_only=True):
-    data: Sequence[Shown]
-    first_id: str | int | None
-    last_id: str | int | None
-    has_more: bool
-    object: Literal["list"] = "list"
+class OrganizationList(ObjectList[OrganizationObject]): ...
 
 
-class OrganizationList(Listing[OrganizationObject], frozen=True, kw_only=True):
-    pass
+class WorkspaceList(ObjectList[WorkspaceObject]): ...
 
 
-class WorkspaceList(Listing[WorkspaceObject], frozen=True, kw_only=True):
-    pass
+class KeyList(ObjectList[KeyObject]): ...
 
 
-class KeyList(Listing[KeyObject], frozen=True, kw_only=True):
-    pass
-
-
-class AuditList(Listing[AuditObject], frozen=True, kw_only=True):
-    pass
+class AuditList(ObjectList[AuditObject]): ...
 
 
 class AdminEndpoints:
@@ -230,10 +217,8 @@ def _show(shape: type[msgspec.Struct], record: msgspec.Struct, **more: Any) -> R
     return private_json(shown_as(shape, record, **more))
 
 
-def _list(page: Page[Record], shown: Callable[[Record], Shown]) -> Response:
-    data = [shown(record) for record in page.data]
-    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return private_json(Listing(data=data, first_id=first_id, last_id=last_id, has_more=page.has_more))
+def _list(page: Page[Record], shown: Callable[[Record], msgspec.Struct]) -> Response:
+    return private_json(ObjectList.of([shown(record) for record in page.data], has_more=page.has_more))
 
 
 def _id(request: Request) -> str:

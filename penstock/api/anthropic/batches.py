@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.anthropic.endpoints import check_version
-from penstock.api.http.answers import blob_response, json_response
+from penstock.api.http.answers import IdList, blob_response, json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import anthropic_error_body, anthropic_status, timestamp
@@ -73,11 +73,7 @@ class MessageBatch(msgspec.Struct, kw_only=True):
     results_url: str | None
 
 
-class MessageBatchList(msgspec.Struct):
-    data: list[MessageBatch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
+class MessageBatchList(IdList[MessageBatch]): ...
 
 
 class MessageBatchDeleted(msgspec.Struct):
@@ -173,8 +169,7 @@ class MessageBatchEndpoints:
             before=text_of(request, "before_id"),
         )
         data = [_message_batch(request, batch) for batch in batches]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(MessageBatchList(data, has_more, first_id, last_id))
+        return json_response(MessageBatchList.of(data, has_more=has_more))
 
     async def show_batch(self, request: Request) -> Response:
         return json_response(_message_batch(request, await self._batch_of(request)))

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from penstock.api.anthropic.requests import GUARDED_FIELDS, CountTokensRequest, MessagesRequest
 from penstock.api.extensions import refuse_foreign
-from penstock.api.http.answers import EventStream, answer_whole, json_response, while_present
+from penstock.api.http.answers import EventStream, IdList, answer_whole, json_response, while_present
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import anthropic_error_event, timestamp
 from penstock.api.http.parsing import BodyDecoder, translated
@@ -283,11 +283,7 @@ class ModelInfo(msgspec.Struct):
     lifecycle: str = "active"
 
 
-class ModelPage(msgspec.Struct):
-    data: list[ModelInfo]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool = False
+class ModelPage(IdList[ModelInfo]): ...
 
 
 def model_info(listed: ListedModel, created: float) -> ModelInfo:
@@ -299,8 +295,7 @@ def model_info(listed: ListedModel, created: float) -> ModelInfo:
 
 
 def model_page(models: list[ModelInfo]) -> ModelPage:
-    ids = [model.id for model in models]
-    return ModelPage(models, ids[0] if ids else None, ids[-1] if ids else None)
+    return ModelPage.of(models, has_more=False)
 
 
 # The later versions took temperature, top_p and top_k away; the models here have them, so they always work.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import IO, Any, Protocol, Self, TypeVar
+from typing import IO, Any, Generic, Literal, Protocol, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -46,7 +46,32 @@ def private_json(shape: object) -> Response:
     )
 
 
+Item = TypeVar("Item")
 Shape = TypeVar("Shape", bound=msgspec.Struct)
+
+
+class IdList(msgspec.Struct, Generic[Item], kw_only=True):
+    """A page of a list, with the ids at its ends."""
+
+    data: Sequence[Item]
+    first_id: str | int | None
+    last_id: str | int | None
+    has_more: bool
+
+    @classmethod
+    def of(
+        cls, data: Sequence[Item], *, has_more: bool, ids: Sequence[str] | None = None, **more: Any
+    ) -> Self:
+        """Return the page. `ids` are those of the items, which otherwise have them as `id`."""
+        found: Sequence[Any] = [getattr(each, "id", None) for each in data] if ids is None else ids
+        first_id, last_id = (found[0], found[-1]) if found else (None, None)
+        return cls(data=data, first_id=first_id, last_id=last_id, has_more=has_more, **more)
+
+
+class ObjectList(IdList[Item], Generic[Item], kw_only=True):
+    """Such a page in OpenAI's shape."""
+
+    object: Literal["list"] = "list"
 
 
 def shown_as(shape: type[Shape], record: msgspec.Struct, **more: Any) -> Shape:

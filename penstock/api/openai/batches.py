@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.api.files import ExpiresAfter
-from penstock.api.http.answers import json_response
+from penstock.api.http.answers import ObjectList, json_response
 from penstock.api.http.application import Endpoint, call_endpoint
 from penstock.api.http.context import principal_of
 from penstock.api.http.errors import error_body
@@ -92,12 +92,7 @@ class WireBatch(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None
 
 
-class BatchList(msgspec.Struct):
-    data: list[WireBatch]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: Literal["list"] = "list"
+class BatchList(ObjectList[WireBatch]): ...
 
 
 class InputLine(msgspec.Struct):
@@ -228,9 +223,7 @@ class OpenAIBatchEndpoints:
             limit=integer_of(request, "limit", default=20, low=1, high=100),
             after=text_of(request, "after"),
         )
-        data = [_wire_batch(batch) for batch in batches]
-        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-        return json_response(BatchList(data, has_more, first_id, last_id))
+        return json_response(BatchList.of([_wire_batch(batch) for batch in batches], has_more=has_more))
 
     async def show_batch(self, request: Request) -> Response:
         workspace_id, batch_id = principal_of(request).workspace_id, request.path_params["batch_id"]

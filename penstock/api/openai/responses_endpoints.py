@@ -15,7 +15,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from penstock.api.extensions import EXTENSION_FIELDS, refuse_foreign
-from penstock.api.http.answers import EventStream, WholeAnswer, answer_whole, json_response, while_present
+from penstock.api.http.answers import (
+    EventStream,
+    ObjectList,
+    WholeAnswer,
+    answer_whole,
+    json_response,
+    while_present,
+)
 from penstock.api.http.context import note_model, principal_of, request_id_of, with_context
 from penstock.api.http.errors import named_params
 from penstock.api.http.parsing import BodyDecoder, choice_of, integer_of, translated
@@ -55,17 +62,7 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
-class InputItemList(msgspec.Struct):
-    data: list[InputItem]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
-
-
-def item_list(page: list[InputItem], has_more: bool) -> InputItemList:
-    first_id, last_id = (page[0].id, page[-1].id) if page else (None, None)
-    return InputItemList(page, first_id, last_id, has_more)
+class InputItemList(ObjectList[InputItem]): ...
 
 
 class InputTokens(msgspec.Struct):
@@ -351,7 +348,8 @@ class ResponsesEndpoints:
         if choice_of(request, "order", default="desc", choices=("asc", "desc")) == "desc":
             items.reverse()
         limit = integer_of(request, "limit", default=DEFAULT_PAGE, low=1, high=MAX_PAGE)
-        return json_response(item_list(*page_of(items, request.query_params.get("after"), limit)))
+        page, has_more = page_of(items, request.query_params.get("after"), limit)
+        return json_response(InputItemList.of(page, has_more=has_more))
 
     async def _read(self, request: Request) -> ResponseRequest:
         wire = await self._decoder.read(request)

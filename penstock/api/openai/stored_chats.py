@@ -12,13 +12,13 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.api.http.answers import json_response
+from penstock.api.http.answers import ObjectList, json_response
 from penstock.api.http.context import principal_of, request_id_of
 from penstock.api.http.parsing import choice_of, integer_of, text_of
 from penstock.api.http.routes import PAGE, Operation
 from penstock.api.openai.answers import ChatCompletion
 from penstock.api.openai.messages import Message
-from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, InputItemList, item_list
+from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, InputItemList
 from penstock.api.openai.responses_history import CONVERSATION, ITEM, History, no_conversation
 from penstock.api.openai.responses_items import InputItem, messages_of
 from penstock.api.openai.responses_requests import check_metadata
@@ -57,12 +57,7 @@ class StoredMessage(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
 
 
-class StoredList(msgspec.Struct):
-    data: list[msgspec.Raw]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class StoredList(ObjectList[msgspec.Raw]): ...
 
 
 class KeptAnswer(WrappedAnswer):
@@ -231,9 +226,7 @@ def _stored_message(message_id: str, message: Message) -> StoredMessage:
 
 
 def _listed(data: Sequence[bytes], ids: Sequence[str], has_more: bool) -> Response:
-    first_id, last_id = (ids[0], ids[-1]) if ids else (None, None)
-    body = StoredList([msgspec.Raw(each) for each in data], first_id, last_id, has_more)
-    return json_response(body)
+    return json_response(StoredList.of([msgspec.Raw(each) for each in data], has_more=has_more, ids=ids))
 
 
 def _not_found(completion_id: str) -> NotFound:
@@ -334,7 +327,8 @@ class ConversationEndpoints:
         history = self._history(request)
         items = await self._checked(request, history, wire.items)
         history.check_room(await history.conversation_bytes(found.id), items)
-        return json_response(item_list(await history.add_to_conversation(found.id, items), has_more=False))
+        added = await history.add_to_conversation(found.id, items)
+        return json_response(InputItemList.of(added, has_more=False))
 
     async def list_items(self, request: Request) -> Response:
         found = await self._found(request)
@@ -347,7 +341,7 @@ class ConversationEndpoints:
             after=text_of(request, "after"),
         )
         return json_response(
-            item_list([_decode_item(each.body) for each in page.objects], has_more=page.has_more)
+            InputItemList.of([_decode_item(each.body) for each in page.objects], has_more=page.has_more)
         )
 
     async def show_item(self, request: Request) -> Response:
