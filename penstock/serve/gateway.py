@@ -32,6 +32,7 @@ from penstock.core.config import ExternalServerConfig, ServeConfig
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import ServerConfig
 from penstock.core.tasks import running
+from penstock.gateway.accounts import Observer
 from penstock.gateway.batches.runner import StoredWork
 from penstock.gateway.external.models import ExternalModels
 from penstock.gateway.gateway import Gateway
@@ -244,7 +245,7 @@ async def open_gateway(
             recorder = RequestRecorder(Path(path if num_processes == 1 else f"{path}.{os.getpid()}"))
             stack.callback(recorder.close)
             fleet.observers.append(recorder)
-        observers = [recent] if request_log is None else [recent, observer]
+        observers: list[Observer] = [recent] if request_log is None else [recent, observer]
         gateway = state.build_gateway(fleet, config.gateway, limiter, observers)
         if recent.keeps_prompts:
             gateway.on_request = recent.note_prompt
