@@ -11,9 +11,10 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from penstock.cluster.fleet import Fleet
@@ -108,49 +109,18 @@ class GatewayMetrics(Collector):
                 },
             )
         for declared in MODEL_METRICS:
+            yield from _families(declared, dict(self._model_values(declared)))
+
+    def _model_values(self, declared: Declared) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
+        for name, model in self._models.items():
             if declared.name == "request_success":
-                yield from self._successes(declared)
-            elif TIER in declared.labels:
-                yield from self._latencies(declared)
-            elif declared.kind == "histogram":
-                yield from self._histograms(declared)
-            else:
-                yield from _families(
-                    declared, {(name,): declared.of(model) for name, model in self._models.items()}
-                )
-
-    def _successes(self, declared: Declared) -> Iterator[Metric]:
-        for prefix in declared.prefixes:
-            family = declared.family(prefix)
-            for model_name, model in self._models.items():
                 for reason, count in model.finished.items():
-                    add(family, (model_name, reason.value), count)
-            yield family
-
-    def _histograms(self, declared: Declared) -> Iterator[Metric]:
-        for prefix in declared.prefixes:
-            family = HistogramMetricFamily(prefix + declared.name, declared.help, labels=declared.labels)
-            for model_name, model in self._models.items():
-                histogram: Histogram = declared.of(model)
-                family.add_metric([model_name], histogram.cumulative(), histogram.total)
-            yield family
-
-    def _latencies(self, declared: Declared) -> Iterator[Metric]:
-        """By model and tier; under the name that vLLM uses, by model."""
-        for prefix in declared.prefixes:
-            labels = (declared.labels[0],) if prefix == VLLM_PREFIX else declared.labels
-            family = HistogramMetricFamily(prefix + declared.name, declared.help, labels=labels)
-            for model_name, model in self._models.items():
-                by_tier: dict[Tier, Histogram] = {
-                    tier: declared.of(latencies) for tier, latencies in model.latencies_by_tier.items()
-                }
-                if prefix == VLLM_PREFIX:
-                    whole = added_up(list(by_tier.values()))
-                    family.add_metric([model_name], whole.cumulative(), whole.total)
-                else:
-                    for tier, histogram in by_tier.items():
-                        family.add_metric([model_name, tier.value], histogram.cumulative(), histogram.total)
-            yield family
+                    yield (name, reason.value), count
+            elif TIER in declared.labels:
+                for tier, latencies in model.latencies_by_tier.items():
+                    yield (name, tier.value), declared.of(latencies)
+            else:
+                yield (name,), declared.of(model)
 
 
 def _engine_values(declared: Declared, stats: EngineStats) -> Iterator[tuple[tuple[str, ...], float]]:
@@ -171,12 +141,27 @@ def _engine_values(declared: Declared, stats: EngineStats) -> Iterator[tuple[tup
         yield (), declared.of(stats)
 
 
-def _families(declared: Declared, values: Mapping[tuple[str, ...], float]) -> Iterator[Metric]:
+def _families(declared: Declared, values: Mapping[tuple[str, ...], float | Histogram]) -> Iterator[Metric]:
     for prefix in declared.prefixes:
         family = declared.family(prefix)
+        if prefix == VLLM_PREFIX and TIER in declared.labels:  # vLLM knows no tiers
+            family = declared._replace(labels=declared.labels[:1]).family(prefix)
+            values = _of_all_tiers(values)
         for labels, value in values.items():
-            add(family, labels, value)
+            if isinstance(value, Histogram):
+                family.add_metric(labels, value.cumulative(), value.total)  # type: ignore[attr-defined]
+            else:
+                add(family, labels, value)
         yield family
+
+
+def _of_all_tiers(
+    histograms: Mapping[tuple[str, ...], float | Histogram],
+) -> dict[tuple[str, ...], float | Histogram]:
+    by_model: dict[tuple[str, ...], list[Any]] = {}
+    for (model, _), histogram in histograms.items():
+        by_model.setdefault((model,), []).append(histogram)
+    return {labels: added_up(found) for labels, found in by_model.items()}
 
 
 def _bounds(text: str) -> tuple[float, ...]:
