@@ -45,10 +45,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class ChatLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

@@ -259,20 +259,20 @@ class ResponseEvents:
             )
         events = b""
         if not self.body.output:  # an answer without a word is still a message
-            events = self._begin(OutputMessage(self._item_id("msg"), [], "in_progress"))
+            events = self._begin(OutputMessage(self._item_id("msg"), "in_progress", []))
         return events + self._close()
 
     def _add_reasoning(self, text: str) -> bytes:
         events = b""
         if not isinstance(self._open, OutputReasoning):
-            events = self._begin(OutputReasoning(self._item_id("rs"), [], "in_progress"))
+            events = self._begin(OutputReasoning(self._item_id("rs"), "in_progress", []))
         self._pieces.append(text)
         return events + self._delta(text, b"")
 
     def _add_text(self, text: str, details: Sequence[TokenDetail]) -> bytes:
         events = b""
         if not isinstance(self._open, OutputMessage):
-            events = self._begin(OutputMessage(self._item_id("msg"), [], "in_progress"))
+            events = self._begin(OutputMessage(self._item_id("msg"), "in_progress", []))
         assert isinstance(self._open, OutputMessage)
         self._pieces.append(text)
         if not self._wants_logprobs:
@@ -288,7 +288,7 @@ class ResponseEvents:
             name = call.name or ""
             tool = self._called.get(name) or CalledTool("function", name)
             kind, prefix = (OutputCustomCall, "ctc") if tool.kind == "custom" else (OutputCall, "fc")
-            item = kind(self._item_id(prefix), call.id, tool.name, "", "in_progress")
+            item = kind(self._item_id(prefix), "in_progress", call.id, tool.name, "")
             item.namespace = tool.namespace or msgspec.UNSET
             events = self._begin(item, tool.kind)
         if not call.arguments:

@@ -102,10 +102,17 @@ class OutputText(msgspec.Struct):
     type: str = "output_text"
 
 
-class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+class _OutputItem(msgspec.Struct, tag_field="type"):
     id: str
-    content: list[OutputText]
     status: ItemStatus
+
+
+class _OutputCall(_OutputItem):
+    call_id: str
+
+
+class OutputMessage(_OutputItem, tag="message"):
+    content: list[OutputText]
     role: str = "assistant"
 
 
@@ -114,51 +121,34 @@ class ReasoningText(msgspec.Struct):
     type: str = "reasoning_text"
 
 
-class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    id: str
+class OutputReasoning(_OutputItem, tag="reasoning"):
     content: list[ReasoningText]
-    status: ItemStatus
     summary: list[Any] = []
 
 
-class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    id: str
-    call_id: str
+class OutputCall(_OutputCall, tag="function_call"):
     name: str
     arguments: str
-    status: ItemStatus
     namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    id: str
-    call_id: str
+class OutputCustomCall(_OutputCall, tag="custom_tool_call"):
     name: str
     input: str
-    status: ItemStatus
     namespace: str | msgspec.UnsetType = msgspec.UNSET
 
 
-class OutputPatchCall(msgspec.Struct, tag_field="type", tag="apply_patch_call"):
-    id: str
-    call_id: str
+class OutputPatchCall(_OutputCall, tag="apply_patch_call"):
     operation: dict[str, Any]
-    status: ItemStatus
 
 
-class OutputShellCall(msgspec.Struct, tag_field="type", tag="shell_call"):
-    id: str
-    call_id: str
+class OutputShellCall(_OutputCall, tag="shell_call"):
     action: dict[str, Any]
-    status: ItemStatus
     environment: dict[str, Any] = msgspec.field(default_factory=lambda: {"type": "local"})
 
 
-class OutputLocalShellCall(msgspec.Struct, tag_field="type", tag="local_shell_call"):
-    id: str
-    call_id: str
+class OutputLocalShellCall(_OutputCall, tag="local_shell_call"):
     action: dict[str, Any]
-    status: ItemStatus
 
 
 ClientCall = OutputPatchCall | OutputShellCall | OutputLocalShellCall
@@ -174,11 +164,11 @@ def client_call(kind: CallKind, item: OutputCall) -> ClientCall | None:
     if kind == "apply_patch":
         if given.get("type") == "delete_file":
             given.pop("diff", None)
-        return OutputPatchCall(item.id, item.call_id, given, item.status)
+        return OutputPatchCall(item.id, item.status, item.call_id, given)
     if kind == "shell":
         action = {"timeout_ms": None, "max_output_length": None, **given}
-        return OutputShellCall(item.id, item.call_id, action, item.status)
-    return OutputLocalShellCall(item.id, item.call_id, {"type": "exec", "env": {}, **given}, item.status)
+        return OutputShellCall(item.id, item.status, item.call_id, action)
+    return OutputLocalShellCall(item.id, item.status, item.call_id, {"type": "exec", "env": {}, **given})
 
 
 def compaction_item(item_id: str, summary: str) -> InputItem:
