@@ -146,9 +146,7 @@ def _described(settings: dict[str, Any], fields: Fields, where: str) -> StoredQu
         case "modelopt":
             if "quant_algo" in settings and not inner.has("quant_algo"):
                 return None  # only the KV cache was quantized
-            algorithm = inner.text("quant_algo", "unknown")
-            _require(inner, "quant_algo", algorithm, ("FP8", "NVFP4"))
-            return Float4() if algorithm == "NVFP4" else Scaled()
+            return _modelopt(inner)
         case "bitsandbytes":
             return BitsAndBytes()
         case "hqq":
@@ -159,6 +157,19 @@ def _described(settings: dict[str, Any], fields: Fields, where: str) -> StoredQu
         "known are AWQ, GPTQ, fp8, MXFP4, compressed-tensors, ModelOpt, bitsandbytes and HQQ.",
         hint=_HINT,
     )
+
+
+def _modelopt(fields: Fields) -> Float4 | Scaled:
+    known = ("FP8", "NVFP4")
+    algorithm = fields.text("quant_algo", "unknown")
+    if algorithm != "MIXED_PRECISION":
+        _require(fields, "quant_algo", algorithm, (*known, "MIXED_PRECISION"))
+        return Float4() if algorithm == "NVFP4" else Scaled()
+    layers = fields.raw("quantized_layers")
+    for name, layer in layers.items() if isinstance(layers, dict) else [("quantized_layers", layers)]:
+        inner = Fields(layer if isinstance(layer, dict) else {}, f"{name} of {fields.where}")
+        _require(inner, "quant_algo", inner.text("quant_algo", "unknown"), known)
+    return Float4()
 
 
 def _packed_by_auto_round(fields: Fields) -> str:

@@ -356,6 +356,15 @@ def modelopt_float8() -> Layout:
     return Layout({"quant_method": "modelopt", "quant_algo": "FP8"}, float8("tensor").quantize)
 
 
+def modelopt_mixed() -> Layout:
+    """Attention in float8, and everything else in NVFP4."""
+    parts = {f"{part}_proj": modelopt_float8() for part in "qkvo"}
+    layers = {f"model.layers.0.self_attn.{part}": {"quant_algo": "FP8"} for part in parts}
+    layers |= {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    settings = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    return Layout(settings, float4("modelopt").quantize, parts)
+
+
 LAYOUTS: dict[str, Layout] = {
     "AWQ": awq(32),
     "AWQ of groups of 16": awq(16),
@@ -378,6 +387,7 @@ LAYOUTS: dict[str, Layout] = {
     "float8 in blocks": float8("blocks"),
     "ModelOpt float8": modelopt_float8(),
     "ModelOpt NVFP4": float4("modelopt"),
+    "ModelOpt, both": modelopt_mixed(),
     "compressed NVFP4": float4("nvfp4"),
     "compressed MXFP4": float4("mxfp4"),
     "bitsandbytes int8": bitsandbytes("int8"),

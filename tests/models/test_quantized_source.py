@@ -262,6 +262,15 @@ def settings_of(folder: Path, **quantization: Any) -> None:
             {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
             "quant_algo 'W4A8_AWQ', which cannot be read",
         ),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "W4A16_AWQ"}},
+            },
+            "b of .* has quant_algo 'W4A16_AWQ', which cannot be read; known: FP8 and NVFP4",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers of "),
         ({"quant_method": "sorcery"}, "quantized by 'sorcery', which cannot be read; known are AWQ, GPTQ"),
         ({"bits": 4}, "quantized by 'unknown'"),
         ({"quant_method": "awq", "version": "gemv"}, "version 'gemv', which cannot be read; known: gemm"),
