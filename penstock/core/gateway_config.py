@@ -23,9 +23,9 @@ TokenAlgorithm = Literal[
 ToolCallParser = Literal[
     "auto", "none", "hermes", "llama3_json", "pythonic", "mistral", "mistral_args", "gemma", "granite",
     "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "qwen3_coder", "minimax_m2", "harmony", "seed_oss",
-    "lfm2", "nemotron", "gemma4", "deepseek_v32", "command", "jamba", "olmo3", "apertus", "functiongemma",
-    "functionary", "minicpm5", "hy_v3", "solar_open", "minimax_m3", "internlm", "phi4_mini", "gigachat3",
-    "longcat", "command_r", "llama4_pythonic", "llama4_json", "openai", "qwen3_xml", "glm47",
+    "lfm2", "nemotron", "gemma4", "deepseek_v32", "deepseek_v4", "command", "jamba", "olmo3", "apertus",
+    "functiongemma", "functionary", "minicpm5", "hy_v3", "solar_open", "minimax_m3", "internlm", "phi4_mini",
+    "gigachat3", "longcat", "command_r", "llama4_pythonic", "llama4_json", "openai", "qwen3_xml", "glm47",
     "hunyuan_a13b", "cohere_command3", "granite-20b-fc", "phi4_mini_json", "minicpm5xml", "xlam",
 ]
 ReasoningParser = Literal[

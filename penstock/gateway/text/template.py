@@ -178,6 +178,7 @@ class _Compiled(msgspec.Struct, frozen=True):
     knows_tools: bool
     loops_over_parts: bool = False  # of a turn with images
     needs_parts: bool = False  # takes no plain text
+    writes_calls: bool = True  # of earlier turns
 
 
 # Templates of vision-language models loop over the parts of a turn; some of them take no plain text any more.
@@ -235,7 +236,8 @@ class ChatTemplate:
             ) from error
         loops = bool(self._image_token) and _LOOPS_OVER_PARTS.search(text) is not None
         needs_parts = loops and _TAKES_TEXT.search(text) is None
-        return _Compiled(template, "tools" in variables, loops, needs_parts)
+        writes_calls = "tool_calls" in text or "function_call" in text
+        return _Compiled(template, "tools" in variables, loops, needs_parts, writes_calls)
 
     def _chosen(self, prompt: ChatPrompt) -> _Compiled:
         """Return the template that the client names; else, with tools, the model's template for tools; else the
@@ -342,6 +344,8 @@ class ChatTemplate:
     def _content(self, chosen: _Compiled, message: ChatMessage) -> str | list[dict[str, str]]:
         """Return the content of a turn: one text, or parts where there are images or the template wants nothing
         else."""
+        if message.tool_calls and not chosen.writes_calls:
+            message = _with_written_calls(message, self._tool_format)
         mark, content = self._marks.mark, message.content
         parts = (TextPart(content),) if isinstance(content, str) else content
         has_images = any(isinstance(part, ImagePart) for part in parts)

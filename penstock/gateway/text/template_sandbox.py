@@ -89,6 +89,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals["namespace"] = _PlainNamespace
         del self.globals["lipsum"]
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Lists may grow, as templates for llama.cpp let them. All lists belong to one rendering."""
+        return (type(obj) is list and attr == "append") or super().is_safe_attribute(obj, attr, value)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
             if not all(isinstance(each, int | float) and abs(each) <= MAX_FACTOR for each in (left, right)):

@@ -213,6 +213,13 @@ DEEPSEEK_V32 = ToolFormat(
         f'{_DSML}parameter name="', '" string="false">', "</｜DSML｜parameter>\n", text_middle='" string="true">',
     ),
 )
+DEEPSEEK_V4 = msgspec.structs.replace(
+    DEEPSEEK_V32, name="deepseek_v4", list_start=f"{_DSML}tool_calls>\n", list_end="\n</｜DSML｜tool_calls>",
+    markers=msgspec.structs.replace(
+        DEEPSEEK_V32.markers, opening=DEEPSEEK_V32.markers.opening[::-1], closing="</｜DSML｜tool_calls>",
+        ignored=("</｜DSML｜function_calls>",),
+    ),
+)
 APERTUS = ToolFormat(
     name="apertus",
     markers=TaggedCalls(
@@ -296,7 +303,18 @@ FORMATS = {
     for each in (
         *(HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, MISTRAL_ARGS, GEMMA, GRANITE, DEEPSEEK_V3, DEEPSEEK_V31),
         *(KIMI_K2, GLM, QWEN3_CODER, MINIMAX_M2, HARMONY, SEED_OSS, LFM2, NEMOTRON, GEMMA4),
-        *(DEEPSEEK_V32, COMMAND, JAMBA, OLMO3, APERTUS, FUNCTION_GEMMA, FUNCTION_TAGS, MINICPM5, HUNYUAN3),
+        *(
+            DEEPSEEK_V32,
+            DEEPSEEK_V4,
+            COMMAND,
+            JAMBA,
+            OLMO3,
+            APERTUS,
+            FUNCTION_GEMMA,
+            FUNCTION_TAGS,
+            MINICPM5,
+            HUNYUAN3,
+        ),
         *(SOLAR_OPEN, MINIMAX_M3, INTERNLM2, PHI4, GIGACHAT3, LONGCAT, COMMAND_R),
     )
 }
@@ -335,7 +353,13 @@ _SIGNS = (
 # fmt: on
 
 # Formats of models whose template shows no calls, or that come without a template.
-_BY_ARCHITECTURE = (("gemma", GEMMA), ("deepseek_v32", DEEPSEEK_V32), ("lfm", LFM2), ("internlm", INTERNLM2))
+_BY_ARCHITECTURE = (
+    ("gemma", GEMMA),
+    ("deepseek_v32", DEEPSEEK_V32),
+    ("deepseek_v4", DEEPSEEK_V4),
+    ("lfm", LFM2),
+    ("internlm", INTERNLM2),
+)
 
 
 def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
@@ -348,6 +372,8 @@ def tool_format_of(card: ModelCard, setting: str = AUTO) -> ToolFormat | None:
     template = card.named_templates.get("tool_use") or card.chat_template or ""
     if DEEPSEEK_TAGS.opening[0] in template and "｜DSML｜" not in template:
         return DEEPSEEK_V3 if "```json" in template else DEEPSEEK_V31
+    if "｜DSML｜" in template and "function_calls" not in template:
+        return DEEPSEEK_V4
     for sign, tool_format in _SIGNS:
         if sign in template:
             return tool_format

@@ -6,6 +6,7 @@ its tags. The joined output does not depend on the pieces in which the text arri
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ def _pattern(quote: str) -> re.Pattern[str]:
     return re.compile(rf'{mark}(?P<text>.*?){mark}|(?P<key>[^\s{{}}\[\],:"<]+)(?=\s*:)|{plain}', re.DOTALL)
 
 
+_LONGEST_LITERAL = 1 << 16
 _DEEPEST = 64  # tags within each other
 
 
@@ -102,9 +104,24 @@ def _typed(text: str, types: set[str]) -> Any:
         value = json.loads(text.strip(), parse_constant=_no_constant)
     except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        if value is text and types & {"array", "object"}:
+            value = _python_value(text)
     fits = "string" not in types or _type_name(value) in types
     fits = fits or ("number" in types and isinstance(value, int) and not isinstance(value, bool))
     return value if fits and not isinstance(value, str) else text
+
+
+def _python_value(text: str) -> Any:
+    """Return the list or the object that a text writes as Python does; else the text. Some templates write the
+    values of earlier calls so, and models follow them."""
+    stripped = text.strip()
+    if len(stripped) > _LONGEST_LITERAL or not stripped.startswith(("[", "{")):
+        return text
+    try:
+        value = ast.literal_eval(stripped)
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return text
 
 
 def _no_constant(name: str) -> Any:

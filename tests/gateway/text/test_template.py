@@ -84,7 +84,16 @@ def test_template_cannot_leave_its_sandbox() -> None:
     with pytest.raises(InvalidRequest):
         render("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(InvalidRequest):
-        render("{{ messages.append(1) }}")
+        render("{{ messages.extend([1]) }}")
+
+
+def test_lists_may_grow_and_nothing_else_may_change() -> None:
+    """A template for Kimi K2 that comes with llama.cpp does so; transformers refuses it."""
+    growing = "{% set queue = namespace(ids=[]) %}{% for each in messages %}{% set _ = queue.ids.append(each.role) %}"
+    assert render(growing + "{% endfor %}{{ queue.ids[0] }}") == "user"
+    for change in ("messages.clear()", "messages[0].update({})", "messages.insert(0, 1)"):
+        with pytest.raises(InvalidRequest):
+            render("{{ " + change + " }}")
 
 
 def test_model_without_a_template_says_so() -> None:
@@ -184,7 +193,10 @@ WIRE_CHAT = [
     },
     {"role": "tool", "content": "Regen", "tool_call_id": "call_1", "name": "wetter"},
 ]
-TURNS = "{%- for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}{%- endfor %}"
+TURNS = (
+    "{%- for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content }}{{ m.tool_calls | default('', true) | length }}"
+    "{%- endfor %}"
+)
 # What the templates of known families do, in small.
 FAMILIES = {
     "glm": "{% for tool in tools %}\n{{ tool | tojson(ensure_ascii=False) }}\n{% endfor %}" + TURNS,
@@ -198,7 +210,8 @@ FAMILIES = {
     "{%- if m.role == 'user' and ns.last < 0 %}{%- set ns.last = loop.revindex0 %}{%- endif %}{%- endfor %}"
     "{{ ns.last }}{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{%- endif %}",
     "gpt-oss": "{%- macro render(m, extra='') %}{% if 'thinking' in m %}[{{ m.thinking }}]{% endif %}"
-    "{{ m.content | trim ~ extra }}{% endmacro %}{% for m in messages %}{{ render(m, extra='.') }}{% endfor %}",
+    "{{ m.content | trim ~ extra }}"
+    "{{ '+' if m.tool_calls }}{% endmacro %}{% for m in messages %}{{ render(m, extra='.') }}{% endfor %}",
     "command": "{% if documents %}{% for d in documents %}{{ loop.index }}:{{ d.title }}{% endfor %}{% endif %}"
     "{% if tools is not none %}{{ tools | length }}{% endif %}" + TURNS,
     "llama": "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
@@ -254,11 +267,11 @@ def test_one_of_several_templates_is_taken_by_name_or_for_tools() -> None:
 def test_thoughts_give_way_where_a_template_takes_no_thoughts_beside_text_and_calls() -> None:
     template = (
         "{% if tools %}{% endif %}{% for m in messages %}{% if m.content and m.thinking %}"
-        "{{ raise_exception('both') }}{% endif %}{{ m.content }}{% endfor %}"
+        "{{ raise_exception('both') }}{% endif %}{{ m.content }}{{ '+' if m.tool_calls }}{% endfor %}"
     )
     call = ToolCall("call_1", "wetter", "{}")
     prompt = ChatPrompt(messages=(ChatMessage("assistant", "So:", tool_calls=(call,), reasoning="Hm."),))
-    assert ChatTemplate(model_card(chat_template=template)).render(prompt).text == "So:"
+    assert ChatTemplate(model_card(chat_template=template)).render(prompt).text == "So:+"
 
 
 @pytest.mark.parametrize(

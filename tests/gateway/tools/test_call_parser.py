@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -31,6 +32,7 @@ from penstock.gateway.tools.formats import (
     PYTHONIC,
     QWEN3_CODER,
 )
+from penstock.gateway.tools.tagged_calls import json_of
 from penstock.gateway.tools.tool_format import ToolFormat
 from tests.gateway.tools.recorder import SCHEMAS, Recorder, parse_calls
 
@@ -381,3 +383,13 @@ def test_deep_nesting_is_no_danger() -> None:
     assert parse_calls(HERMES, answer) == Recorder(text=answer)
     python = f"```tool_code\nweather(a={'[' * 5000}{']' * 5000})\n```"
     assert parse_calls(GEMMA, python) == Recorder(text=python)
+
+
+def test_lists_and_objects_may_be_written_as_python_writes_them() -> None:
+    """Templates of Seed-OSS and MiniCPM 5 write the values of earlier calls so."""
+    schema = {"type": "object"}
+    assert json.loads(json_of("{'a': [1, None, True], 'b': 't'}", schema)) == {"a": [1, None, True], "b": "t"}
+    assert json.loads(json_of("['p', 'q, r']", {"type": "array"})) == ["p", "q, r"]
+    for text in ("{'a': f()}", "{1, 2}", "[b'x']", "['a'", "[" * 5000, "['" + "x" * 70_000 + "']"):
+        assert json.loads(json_of(text, schema)) == text
+    assert json.loads(json_of("['p']", {"type": "string"})) == "['p']"

@@ -104,6 +104,8 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("List of tools: [ …", "lfm2", FORMATS["lfm2"]),
         (CHAT_TEMPLATE, "internlm3", FORMATS["internlm"]),
         (None, "deepseek_v32", FORMATS["deepseek_v32"]),
+        ("… {{ '<' + '｜DSML｜' + 'tool_calls>' }} …", "deepseek_v4", FORMATS["deepseek_v4"]),
+        (None, "deepseek_v4", FORMATS["deepseek_v4"]),
         ("… <|python_start|> …", "llama4", FORMATS["pythonic"]),
         (CHAT_TEMPLATE, "gemma3", GEMMA),
         (CHAT_TEMPLATE, "llama", HERMES),
@@ -226,6 +228,27 @@ def test_a_template_that_wants_arguments_as_text_gets_them() -> None:
 def test_a_template_that_refuses_everything_says_so() -> None:
     with pytest.raises(InvalidRequest, match="never"):
         render("{% if tools %}{% endif %}{{ raise_exception('never') }}", *PARALLEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("lfm2", '<|tool_call_start|>[{"name": "weather"'),
+        ("hermes", '"name": "weather"'),
+    ],
+)
+def test_a_template_that_writes_no_calls_gets_them_in_the_text(name: str, written: str) -> None:
+    call = ChatMessage(
+        "assistant", "Let me see.", tool_calls=(ToolCall("1", "weather", '{"city": "Paris"}'),)
+    )
+    template = (
+        "{% if tools %}{% endif %}{% for each in messages %}[{{ each.role }}] {{ each.content }}{% endfor %}"
+    )
+    made = render(template, call, tool_format=FORMATS[name])
+    assert made.startswith("[assistant] Let me see.")
+    assert written in made
+    knows = template.replace("[{{", "{{ each.tool_calls }}[{{")
+    assert written not in render(knows, call, tool_format=FORMATS[name]).partition("[assistant]")[2]
 
 
 def test_broken_arguments_of_an_earlier_call_stay_text() -> None:
