@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bench.draft_costs import Shape
-from penstock.core.engine_config import Quantization
 from penstock.core.errors import ConfigError
 from penstock.engine.learning.trainable import TrainableHead, TrainingData
 from penstock.models.drafters.files import read_heads
@@ -40,11 +39,8 @@ class Guesses:
 class TreeHead:
     """An EAGLE head in plain torch that guesses trees. Each guess sees the text and its own ancestors."""
 
-    def __init__(
-        self, folder: Path, target: Target, num_positions: int, quantization: Quantization | None = None
-    ) -> None:
-        """`quantization` is that of the served head, whose times are measured."""
-        served = load_heads(folder, target, num_positions, quantization)  # refuses heads of other models
+    def __init__(self, folder: Path, target: Target, num_positions: int) -> None:
+        served = load_heads(folder, target, num_positions)  # refuses heads of other models
         refusal = ConfigError(f"{folder} is no EAGLE head as `penstock draft train` writes it.")
         if not isinstance(served, EagleHead):
             raise refusal

@@ -40,7 +40,7 @@ from rich.table import Table
 from bench.draft_costs import NOTHING, Costs, Shape, Stopwatch, shapes
 from bench.tree_head import TreeHead
 from penstock.cli.draft import encoded
-from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, Quantization, SchedulerConfig
+from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from penstock.core.request import SamplingParams
 from penstock.engine.learning.texts import built_in_prompts, held_out
 from penstock.engine.learning.training import load_target
@@ -249,10 +249,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     target = load_target(config, path)
     torch.set_num_threads(num_threads)  # an engine leaves its kernels all cores but one
-    rounding: Quantization | None = (
-        "int8" if target.ops.device.type == "cpu" else None
-    )  # as an engine loads heads
-    head = TreeHead(arguments.heads, target, 2048, rounding)
+    head = TreeHead(arguments.heads, target, 2048)
     walks = walk(head, texts, candidates)
     set_num_threads(1)
     timed = random_model(arguments.shape) if arguments.shape else (head.served, target)

@@ -10,9 +10,9 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from penstock.core.errors import ModelLoadError
 
@@ -240,6 +240,14 @@ class ArchitectureConfig:
     checkpoint_dtype: str | None = None
 
     @property
+    def num_experts(self) -> int:
+        return 0 if self.experts is None else self.experts.count
+
+    def is_dense(self, index: int) -> bool:
+        """Return whether a layer has one ordinary MLP, and no experts."""
+        return self.experts is None or index in self.experts.dense_layers
+
+    @property
     def has_equal_kv_heads(self) -> bool:
         """Return whether all layers have the same key-value heads, so that a rank has the same ones in each."""
         return True
@@ -259,6 +267,15 @@ class ArchitectureConfig:
             raise NotNative(
                 f"The model's head size {self.head_dim} is odd, so it cannot be rotated in pairs."
             )
+
+
+Settings = TypeVar("Settings", bound=ArchitectureConfig)
+
+
+def extended(config: ArchitectureConfig, kind: type[Settings], **changes: Any) -> Settings:
+    """Return the settings as those of a family that has more of them. `changes` are the further ones, and others that
+    the family replaces."""
+    return kind(**{field.name: getattr(config, field.name) for field in fields(config)} | changes)
 
 
 class Fields:
@@ -285,6 +302,9 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
             raise self._wrong(key, value, f"a whole number from 1 to {_LARGEST_SIZE:,}")
         return value
+
+    def optional_integer(self, key: str) -> int | None:
+        return self.integer(key) if self.has(key) else None
 
     def number(self, key: str, default: float | None = None) -> float:
         """Read a positive, finite number."""
@@ -354,6 +374,19 @@ class Fields:
         ):
             raise self._wrong(key, value, f"a list of {'positive' if positive else 'finite'} numbers")
         return tuple(float(each) for each in value)
+
+    def with_usual(self, **usual: Any) -> Fields:
+        """Return the same settings with values for keys that the file does not have."""
+        return Fields({**usual, **self.values}, self.where, prefix=self._prefix)
+
+    def with_usual_for_nulls(self, **usual: Any) -> Fields:
+        """Return the same settings with values for keys that the file does not have, or has as a null."""
+        given = {key: value for key, value in self.values.items() if value is not None}
+        return Fields({**usual, **given}, self.where, prefix=self._prefix)
+
+    def changed(self, **values: Any) -> Fields:
+        """Return the same settings with other values."""
+        return Fields({**self.values, **values}, self.where, prefix=self._prefix)
 
     def renamed(self, names: Mapping[str, str]) -> Fields:
         """Return the same settings with other keys: `names` gives the key that is in the file for a usual key."""

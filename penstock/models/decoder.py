@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,12 +21,24 @@ from penstock.kernels.interface import (
     Ops,
     RunLayers,
 )
-from penstock.models.config import ArchitectureConfig, Fields
-from penstock.models.experts import ExpertMLP, add_mlp
+from penstock.models.config import ArchitectureConfig, Fields, PlainActivationName
+from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts
+from penstock.models.gguf_config import common_gguf_config, gguf_experts
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
-from penstock.models.layers import Attention, GatedMLP, LayerLoader, Norm, RMSNorm, RopeTables
-from penstock.models.layout import Layout, rotated_rows
+from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.layers import (
+    Attention,
+    Block,
+    GatedMLP,
+    LayerLoader,
+    Norm,
+    NormKind,
+    RMSNorm,
+    RopeTables,
+    load_norm,
+)
+from penstock.models.layout import Layout, RotatedNorms, StackedPart, StoredRows, rotated_rows
 from penstock.models.weights import NamedProduct, WeightLoader
 
 KERNEL_ALIGNMENT = 16  # bytes; other kernels are compiled for data that is not aligned to it
@@ -50,7 +62,7 @@ class Decoder(ABC):
     `num_kv_heads` count the rank's part, and the loader's `Ops` add up the results of ranks.
 
     A family is a subclass with its names in checkpoints, the reading of settings, and one layer: `load_layer` and
-    `run_layer`.
+    `run_layer`. Class variables say where a family differs only in words.
     """
 
     name: ClassVar[str]
@@ -59,41 +71,114 @@ class Decoder(ABC):
     gguf_mixtures: ClassVar[
         tuple[str, ...]
     ] = ()  # the same of files with experts, if another family has the name
+
+    # Settings. What a folder means that does not say; None: the family has no such setting.
+    attention_bias: ClassVar[bool | None] = None
+    mlp_bias: ClassVar[bool | None] = None
+    eps_setting: ClassVar[str] = "rms_norm_eps"
+    gguf_activation: ClassVar[PlainActivationName] = "gelu"  # of MLPs without a gate, which files do not name
+    gguf_experts_normalize: ClassVar[bool | None] = None  # see `gguf_experts`; None: files have no experts
+    gguf_gating: ClassVar[int] = 1
+
+    # Layers.
+    norm_kind: ClassVar[NormKind] = "rms"
+    has_head_norms: ClassVar[bool] = False  # RMS norm of each query and key head before rope
+    has_gate: ClassVar[bool] = True  # MLPs
     mlp_norm_name: ClassVar[str] = "post_attention_layernorm"  # of the norm between attention and MLP
+    selection_bias: ClassVar[str | None] = None  # see `load_experts`
+    is_shared_gated: ClassVar[bool] = False
+
+    # Tensors: the usual name for a stored one, where rotated pairs are neighbours, norms that are rotated with heads,
+    # and the tensors that hold the experts of a layer.
+    stored_base: ClassVar[str] = "model"
+    stored_names: ClassVar[Mapping[str, str]] = {}
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {}
+    is_interleaved: ClassVar[bool] = False
+    is_gguf_interleaved: ClassVar[bool] = False
+    rotated_norms: ClassVar[RotatedNorms] = "heads"
+    stacked_experts: ClassVar[Mapping[str, StackedPart]] = FUSED_EXPERTS
+
     implementation = "native"
     records_graphs = True
     _layers: Sequence[Any]
 
     @classmethod
-    @abstractmethod
-    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig: ...
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        return common_huggingface_config(
+            fields,
+            cls.name,
+            gated=cls.has_gate,
+            eps_setting=cls.eps_setting,
+            attention_bias=cls.attention_bias,
+            mlp_bias=cls.mlp_bias,
+        )
 
     @classmethod
-    @abstractmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig: ...
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = replace(common_gguf_config(file, cls.name), plain_activation=cls.gguf_activation)
+        normalizes = cls.gguf_experts_normalize
+        if normalizes is None:
+            return config
+        experts = gguf_experts(file, config, normalizes=normalizes, usual_gating=cls.gguf_gating)
+        return replace(config, experts=experts)
+
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        """Return the rows of tensors that folders store in larger ones."""
+        return {}
+
+    @staticmethod
+    def gguf_cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        """Return the rows of tensors that GGUF files store in larger ones."""
+        return {}
+
+    @classmethod
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        """Return the order of rows of tensors whose rotated pairs may be stored as neighbours."""
+        return rotated_rows(config, interleaved=interleaved, norms=cls.rotated_norms)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
         """Return how folders of this family store its tensors."""
-        return Layout(rows=rotated_rows(config))
+        return Layout(
+            base=cls.stored_base,
+            names=cls.stored_names,
+            cut=cls.cut(config),
+            rows=cls.rows(config, interleaved=cls.is_interleaved),
+            experts=cls.stacked_experts if config.experts is not None else {},
+            num_experts=config.num_experts,
+        )
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
         """Return how GGUF files of this family store its tensors."""
-        return gguf_layout(rows=rotated_rows(config))
+        return gguf_layout(
+            cls.gguf_stored_names,
+            cut=cls.gguf_cut(config),
+            rows=cls.rows(config, interleaved=cls.is_gguf_interleaved),
+            num_experts=config.num_experts,
+        )
 
     @abstractmethod
     def load_layer(self, load: LayerLoader) -> Any: ...
+
+    def load_attention(self, load: LayerLoader) -> Any:
+        return load.attention(head_norms=self.has_head_norms or self.config.head_norms)
+
+    def load_mlp(self, load: LayerLoader) -> Any:
+        """Load experts in the layers that have them, else an MLP."""
+        if not self.config.is_dense(load.index):
+            return load_experts(
+                load, selection_bias=self.selection_bias, is_shared_gated=self.is_shared_gated
+            )
+        return load.gated_mlp() if self.has_gate else load.plain_mlp()
 
     @abstractmethod
     def run_layer(self, layer: Any, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
         """Run one layer on the residual, in place."""
 
     def load_final_norm(self, loader: WeightLoader) -> Norm:
-        config = self.config
-        return RMSNorm(
-            loader.vector("model.norm.weight", config.hidden_size, plus=config.norm_offset), config.norm_eps
-        )
+        return load_norm(loader, "model.norm", self.config, self.norm_kind)
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         self.config = config
@@ -205,6 +290,34 @@ class Decoder(ABC):
             run_layer(layer, residual, ops, kv_layer(index), batch.of_layer(index))
 
 
+class BlockDecoder(Decoder):
+    """A decoder whose layers have an attention and an MLP, each with the norm before it, that no backend runs in one
+    call with the norm. Both may read the same residual, and may share the norm."""
+
+    shares_norm: ClassVar[bool] = False  # where both read the same residual
+
+    def load_layer(self, load: LayerLoader) -> Block:
+        norm = load.norm("input_layernorm", self.norm_kind)
+        is_shared = self.shares_norm and self.config.parallel_blocks
+        return Block(
+            attention_norm=norm,
+            attention=self.load_attention(load),
+            mlp_norm=norm if is_shared else load.norm(self.mlp_norm_name, self.norm_kind),
+            mlp=self.load_mlp(load),
+        )
+
+    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        scale, hidden = self.config.residual_scale, layer.attention_norm(ops, residual)
+        attended = layer.attention(ops, hidden, cache, batch)
+        if self.config.parallel_blocks:
+            if layer.mlp_norm is not layer.attention_norm:
+                hidden = layer.mlp_norm(ops, residual)
+            residual.add_(attended).add_(layer.mlp(ops, hidden))
+        else:
+            residual.add_(attended, alpha=scale)
+            residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)), alpha=scale)
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """One layer in Llama's style: attention and MLP, each with the norm before it."""
@@ -229,19 +342,15 @@ class PreNormDecoder(Decoder):
     """A decoder in Llama's style: each half of a layer reads the normed residual and adds to it. Backends run such a
     half, or all layers, in one call."""
 
-    has_head_norms: ClassVar[bool] = False  # RMS norm of each query and key head before rope
     _joined: _JoinedLayers | None = None
 
     def load_layer(self, load: LayerLoader) -> DecoderLayer:
         return DecoderLayer(
             attention_norm=load.rms_norm("input_layernorm"),
-            attention=load.attention(head_norms=self.has_head_norms or self.config.head_norms),
+            attention=self.load_attention(load),
             mlp_norm=load.rms_norm(self.mlp_norm_name),
             mlp=self.load_mlp(load),
         )
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        return load.gated_mlp()
 
     def run_layer(
         self, layer: DecoderLayer, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kernels.blocks import sigmoid
 from penstock.kernels.interface import ExpertGroups, Ops, PackedExperts, PackedLinear, Routing
-from penstock.models.config import ActivationName, ArchitectureConfig, ExpertsConfig
+from penstock.models.config import ActivationName, ExpertsConfig
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout, StackedPart, StoredRows, rotated_rows
+from penstock.models.layout import StackedPart
 from penstock.models.weights import ExpertNames
 
 
@@ -70,6 +69,7 @@ def add_mlp(ops: Ops, residual: Tensor, norm: RMSNorm, mlp: GatedMLP | ExpertMLP
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_NAMES = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+SHARED_NAMES = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_experts_gate"}
 # Where checkpoints hold the experts of a layer as two tensors, as newer versions of transformers do in memory.
 FUSED_EXPERTS = {
     "gate_proj": StackedPart("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias", 0, 2),
@@ -82,25 +82,6 @@ GRANITE_EXPERTS = {
     "up_proj": StackedPart("mlp.input_linear.weight", "mlp.input_linear.bias", 1, 2),
     "down_proj": StackedPart("mlp.output_linear.weight", "mlp.output_linear.bias"),
 }
-
-
-def num_experts(config: ArchitectureConfig) -> int:
-    return config.experts.count if config.experts is not None else 0
-
-
-def expert_layout(
-    config: ArchitectureConfig,
-    names: Mapping[str, str] | None = None,
-    experts: Mapping[str, StackedPart] = FUSED_EXPERTS,
-    rows: Mapping[str, StoredRows] | None = None,
-) -> Layout:
-    """Return the layout of folders with a mixture, whose experts may be stored together, as `experts` says."""
-    return Layout(
-        names=names or {},
-        rows=rotated_rows(config) if rows is None else rows,
-        experts=experts,
-        num_experts=num_experts(config),
-    )
 
 
 def load_experts(

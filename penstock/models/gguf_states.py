@@ -7,13 +7,11 @@ from collections.abc import Mapping
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, RecurrentConfig
-from penstock.models.experts import num_experts
 from penstock.models.gguf_config import has_tensor, layers_with, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.layout import Layout
-from penstock.models.mamba1 import Mamba1Config, mamba1_rows
-from penstock.models.mamba2 import mamba_rows
+from penstock.models.mamba import Mamba1Config, mamba1_rows, mamba_rows
 from penstock.models.recurrent import log_of_decay
 
 _MAMBA = {
@@ -104,6 +102,6 @@ def gguf_mamba_layout(
     return gguf_layout(
         {**own, **(names or {})},
         cut=mamba1_rows(config, name) if is_first else mamba_rows(config, name),
-        num_experts=num_experts(config),
+        num_experts=config.num_experts,
         changed={f"{name}.A_log": log_of_decay},
     )

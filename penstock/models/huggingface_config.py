@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any, Literal
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import (
     ArchitectureConfig,
+    ExpertsConfig,
     Fields,
     NotNative,
     RopeConfig,
@@ -17,10 +19,18 @@ from penstock.models.config import (
 
 
 def common_huggingface_config(
-    fields: Fields, architecture: str, *, gated: bool = True, default_theta: float = 10000.0
+    fields: Fields,
+    architecture: str,
+    *,
+    gated: bool = True,
+    default_theta: float = 10000.0,
+    eps_setting: str = "rms_norm_eps",
+    attention_bias: bool | None = None,
+    mlp_bias: bool | None = None,
 ) -> ArchitectureConfig:
     """Read the settings that most decoders have. An architecture replaces its differences. An MLP without a gate may
-    have other activations."""
+    have other activations. `attention_bias` and `mlp_bias` are what files mean that do not say; None where the
+    architecture has no such setting."""
     hidden_size = fields.integer("hidden_size")
     num_heads = fields.integer("num_attention_heads")
     num_layers = fields.integer("num_hidden_layers")
@@ -40,17 +50,25 @@ def common_huggingface_config(
         head_dim=head_dim,
         vocab_size=fields.integer("vocab_size"),
         max_positions=stretched_positions(rope, max_positions),
-        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        norm_eps=fields.number(eps_setting, 1e-6 if eps_setting == "rms_norm_eps" else 1e-5),
         rope=rope,
         windows=(None,) * num_layers,
         attention_scale=head_dim**-0.5,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
+        **attention_biases(fields, attention_bias),
+        mlp_bias=mlp_bias is not None and fields.flag("mlp_bias", mlp_bias),
         activation=fields.activation("hidden_act", "silu") if gated else "silu",
         plain_activation="gelu" if gated else fields.plain_activation("hidden_act", "gelu"),
         eos_token_ids=fields.token_ids("eos_token_id"),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         checkpoint_dtype=fields.raw("dtype") or fields.raw("torch_dtype"),
     )
+
+
+def attention_biases(fields: Fields, usual: bool | None = False) -> dict[str, Any]:
+    """Return whether all products of attention have biases. `usual` is what files mean that do not say."""
+    has_bias = usual is not None and fields.flag("attention_bias", usual)
+    return {"qkv_bias": has_bias, "output_bias": has_bias}
 
 
 def layer_windows(fields: Fields, num_layers: int, window: int | None) -> tuple[int | None, ...] | None:
@@ -74,6 +92,72 @@ def layer_kinds(
     if unknown:
         raise ModelLoadError(f"{fields.where} has a layer of unknown kind {sorted(unknown)[0]!r}.")
     return tuple(kinds)
+
+
+def layers_of_kind(kinds: Sequence[str], *wanted: str) -> frozenset[int]:
+    return frozenset(index for index, kind in enumerate(kinds) if kind in wanted)
+
+
+def read_windows(
+    fields: Fields, num_layers: int, period: int | None, window: int | None = None
+) -> tuple[int | None, ...]:
+    """Return the windows of all layers: as `layer_types` lists them, else of all but the last layer of each period.
+    `window` is the size that files mean that do not say. Without a period, they have no windows."""
+    if period is None and not fields.has("sliding_window"):
+        return (None,) * num_layers
+    window = fields.integer("sliding_window", window)
+    listed = layer_windows(fields, num_layers, window)
+    if listed is None and period is not None:
+        listed = windows_by_pattern(window, period, num_layers)
+    return (window,) * num_layers if listed is None else listed
+
+
+def rotated_in_windows(config: ArchitectureConfig, windows: tuple[int | None, ...]) -> ArchitectureConfig:
+    """Return the settings with windows. Heads are not rotated in layers without one."""
+    unrotated = frozenset(index for index, window in enumerate(windows) if window is None)
+    return replace(config, windows=windows, unrotated_layers=unrotated)
+
+
+def mixtral_experts(fields: Fields) -> ExpertsConfig:
+    """Read a mixture by Mixtral's settings, with weights by the softmax of the chosen logits."""
+    return ExpertsConfig(
+        count=fields.integer("num_local_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        normalizes=True,
+    )
+
+
+def grouped_experts(
+    fields: Fields,
+    num_layers: int,
+    *,
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid",
+    normalizes: bool = True,
+    grouped: bool = True,
+    ranked_by: int = 2,
+) -> ExpertsConfig:
+    """Read a mixture by the settings of DeepSeek V3, which many families have."""
+    inner, shared = fields.integer("moe_intermediate_size"), fields.raw("n_shared_experts")
+    kinds = layer_kinds(fields, num_layers, {"dense", "sparse"}, "mlp_layer_types")
+    if kinds is None:
+        first, period = fields.raw("first_k_dense_replace") or 0, fields.integer("moe_layer_freq", 1)
+        dense = frozenset(index for index in range(num_layers) if index < first or index % period)
+    else:
+        dense = layers_of_kind(kinds, "dense")
+    return ExpertsConfig(
+        count=fields.integer("n_routed_experts"),
+        per_token=fields.integer("num_experts_per_tok"),
+        intermediate_size=inner,
+        normalizes=fields.switch("norm_topk_prob", normalizes),
+        dense_layers=dense,
+        shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
+        scoring=scoring,
+        num_groups=fields.integer("n_group", 1) if grouped else 1,
+        kept_groups=fields.integer("topk_group", 1) if grouped else 1,
+        groups_ranked_by=ranked_by,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    )
 
 
 def windows_by_pattern(window: int, period: int, num_layers: int) -> tuple[int | None, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,10 @@ class Norm(Protocol):
     """A part of a layer that looks at single tokens: a norm, or an MLP."""
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor: ...
+
+
+# An RMS norm; a layer norm with a weight and a bias; one with a weight alone; one with neither.
+NormKind = Literal["rms", "layer", "layer without bias", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,15 +271,11 @@ class LayerLoader:
     def rope(self) -> Tensor:
         return self._ropes.of_layer(self.index)
 
-    def rms_norm(self, name: str) -> RMSNorm:
-        config = self.config
-        weight = self.weights.vector(
-            f"{self.prefix}.{name}.weight", config.hidden_size, plus=config.norm_offset
-        )
-        return RMSNorm(weight, config.norm_eps)
+    def norm(self, name: str, kind: NormKind) -> RMSNorm | LayerNorm:
+        return load_norm(self.weights, f"{self.prefix}.{name}", self.config, kind)
 
-    def layer_norm(self, name: str, *, bias: bool = True) -> LayerNorm:
-        return load_layer_norm(self.weights, f"{self.prefix}.{name}", self.config, bias=bias)
+    def rms_norm(self, name: str) -> RMSNorm:
+        return load_rms_norm(self.weights, f"{self.prefix}.{name}", self.config)
 
     def attention(self, *, head_norms: bool = False, name: str = "self_attn") -> Attention:
         """Load attention. `head_norms` are RMS norms of each query and key head, the same for all heads."""
@@ -399,11 +399,18 @@ class LayerLoader:
         )
 
 
-def load_layer_norm(
-    weights: WeightLoader, name: str, config: ArchitectureConfig, *, bias: bool = True
-) -> LayerNorm:
-    return LayerNorm(
-        weights.vector(f"{name}.weight", config.hidden_size, plus=config.norm_offset),
-        weights.vector(f"{name}.bias", config.hidden_size) if bias else None,
-        config.norm_eps,
-    )
+def load_rms_norm(weights: WeightLoader, name: str, config: ArchitectureConfig) -> RMSNorm:
+    weight = weights.vector(f"{name}.weight", config.hidden_size, plus=config.norm_offset)
+    return RMSNorm(weight, config.norm_eps)
+
+
+def load_norm(
+    weights: WeightLoader, name: str, config: ArchitectureConfig, kind: NormKind
+) -> RMSNorm | LayerNorm:
+    if kind == "rms":
+        return load_rms_norm(weights, name, config)
+    if kind == "constant":
+        return LayerNorm(None, None, config.norm_eps)
+    weight = weights.vector(f"{name}.weight", config.hidden_size, plus=config.norm_offset)
+    bias = weights.vector(f"{name}.bias", config.hidden_size) if kind == "layer" else None
+    return LayerNorm(weight, bias, config.norm_eps)

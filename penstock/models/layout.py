@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,11 @@ from penstock.models.weights import (
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.)mlp\.experts\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+# Norms whose weights are stored in the order of heads: the same weights for all heads, those of all heads side by
+# side, or none.
+RotatedNorms = Literal["heads", "wide", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +140,20 @@ class Layout:
 
 
 def rotated_rows(
-    config: ArchitectureConfig,
-    *,
-    interleaved: bool = False,
-    head_norms: bool = True,
-    wide_norms: bool = False,
+    config: ArchitectureConfig, *, interleaved: bool = False, norms: RotatedNorms = "heads"
 ) -> dict[str, StoredRows]:
-    """Return the rows of queries, keys and their norms such that rotated pairs are half a head apart. Norms are
-    `head_norms`, with weights that are the same for all heads, or `wide_norms`."""
+    """Return the rows of queries, keys and their norms such that rotated pairs are half a head apart."""
     head_dim = config.head_dim
     rotary_dim = config.rope.rotary_dim or head_dim
     if rotary_dim == head_dim and not interleaved:
         return {}
     order = pair_order(head_dim, rotary_dim, interleaved=interleaved)
-    norms = [f"self_attn.{part}_norm" for part in "qk"] if head_norms else []
-    rows = {name: StoredRows(name, head_dim, order) for name in norms}
+    of_heads = [f"self_attn.{part}_norm" for part in "qk"] if norms == "heads" else []
+    rows = {name: StoredRows(name, head_dim, order) for name in of_heads}
     for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads)):
         name, size = f"self_attn.{part}_proj", heads * head_dim
         rows[name] = StoredRows(name, size, by_head(torch.arange(size), order))
-        if wide_norms:
+        if norms == "wide":
             norm = f"self_attn.{part}_norm"
             rows[norm] = StoredRows(norm, size, rows[name].order)
     return rows

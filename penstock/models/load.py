@@ -34,9 +34,8 @@ from penstock.models.encoders.load import ENCODERS
 from penstock.models.families import FAMILIES
 from penstock.models.families.class_defaults import with_class_defaults
 from penstock.models.gguf_choice import split_parts
-from penstock.models.gguf_config import gguf_rope_axes, has_experts
+from penstock.models.gguf_config import gguf_rope_axes, has_experts, refuse_unread_settings
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_keys import refuse_unread_settings
 from penstock.models.gguf_source import GGUFSource
 from penstock.models.gguf_tokenizer import tokenizer_from_gguf
 from penstock.models.layout import LayoutSource

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinear
 from penstock.kernels.states import StateShapes
 from penstock.models.config import ArchitectureConfig, RecurrentConfig
 from penstock.models.decoder import Decoder
-from penstock.models.gguf_file import GGUFFile
-from penstock.models.layers import LayerLoader, RMSNorm
+from penstock.models.experts import ExpertMLP, add_mlp
+from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import StoredRows, fused_rows
 from penstock.models.weights import LinearPart, WeightLoader
 
@@ -35,18 +34,44 @@ class LayerCache(NamedTuple):
 
 class HybridDecoder(Decoder):
     """A decoder some or all of whose layers keep a fixed state. A loaded layer has a `mixer` with `state_shapes`, an
-    `attention`, or both; what a layer lacks is None. `run_layer` gets a `LayerCache`."""
+    `attention`, or both; what a layer lacks is None. `run_layer` gets a `LayerCache`.
+
+    Most families have the layers of `HybridLayer`, and say how attention and mixer are loaded."""
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
         self._number_layers()
 
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise ModelLoadError(
-            f"{file.path.name} has layers with a fixed state, which are read from safetensors only.",
-            hint="Give the folder of the original checkpoint.",
+    def load_layer(self, load: LayerLoader) -> Any:
+        settings = load.config.recurrent
+        has_state = settings is not None and load.index in settings.layers
+        return HybridLayer(
+            norm=load.rms_norm("input_layernorm"),
+            attention=None if has_state else self.load_attention(load),
+            mixer=self.load_mixer(load) if has_state else None,
+            mlp_norm=load.rms_norm("post_attention_layernorm"),
+            mlp=self.load_mlp(load),
         )
+
+    def load_mixer(self, load: LayerLoader) -> StateMixer:
+        raise NotImplementedError("a family without this has layers of its own")
+
+    def run_layer(self, layer: Any, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
+        scale = self.config.residual_scale
+        if scale == 1.0:
+            if layer.attention is not None:
+                layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
+            elif layer.mixer is not None:
+                layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
+            if layer.mlp is not None:
+                add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+            return
+        normed = layer.norm(ops, residual)
+        if layer.attention is not None:
+            residual.add_(layer.attention(ops, normed, cache.kv, batch), alpha=scale)
+        elif layer.mixer is not None:
+            residual.add_(layer.mixer(ops, normed, cache.states, batch), alpha=scale)
+        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)), alpha=scale)
 
     def _number_layers(self) -> None:
         """Find which layers have keys and values, and which have states."""
@@ -122,6 +147,17 @@ class StateMixer(ABC):
         """Add the mixer's output for the normed residual to the residual, in place."""
         projected = ops.normed_linear(residual, norm.weight, norm.eps, self.into)
         ops.add_linear(self.mix(ops, projected, states, batch), self.output, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridLayer:
+    """A layer with attention or a mixer, and mostly an MLP, each with the norm before it."""
+
+    norm: RMSNorm
+    attention: Any | None
+    mixer: StateMixer | None
+    mlp_norm: RMSNorm | None = None
+    mlp: GatedMLP | ExpertMLP | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,19 @@
 """Reads tensors from Hugging Face folders: one `model.safetensors`, shards with an index, or files of other names.
-Knows no architecture and no quantization."""
+Knows no architecture and no quantization. The system is asked to read a file that is opened, and the one after it,
+into the page cache before they are needed: the disk works in parallel with the loader, with many requests at a time.
+
+`pytorch_model.bin` and its shards are pickles. The reader of torch unpickles tensors and plain containers and refuses
+everything else, so a file cannot run code."""
 
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -15,7 +22,6 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight
-from penstock.models.read_ahead import ReadAhead
 from penstock.models.weight_parts import Part
 from penstock.models.weights import Stacked
 
@@ -196,3 +202,79 @@ def _is_stack(shape: Sequence[int], rows: int, columns: int) -> bool:
 def _is_vector(shape: Sequence[int], size: int) -> bool:
     """Return whether a tensor is a vector of this size but for further dimensions of 1."""
     return max(shape) == prod(shape) == size
+
+
+class ReadAhead:
+    """Takes the files in the order in which they are read. Each is asked for once."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = list(files)
+        self._asked: set[Path] = set()
+
+    def opened(self, file: Path) -> None:
+        if not hasattr(os, "posix_fadvise") or file not in self._files:
+            return
+        index = self._files.index(file)
+        wanted = [each for each in self._files[index : index + 2] if each not in self._asked]
+        self._asked.update(wanted)
+        if wanted:  # the call waits where the disk's queue is full
+            threading.Thread(target=_ask_for, args=(wanted,), name="read-ahead", daemon=True).start()
+
+
+def _ask_for(files: Sequence[Path]) -> None:
+    for file in files:
+        try:
+            descriptor = os.open(file, os.O_RDONLY)
+        except OSError:
+            return  # the loader says what is wrong with the file
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            return  # some file systems know no hints
+        finally:
+            os.close(descriptor)
+
+
+class PickledSource(SafetensorsSource):
+    single_name = "pytorch_model.bin"
+    index_name = "pytorch_model.bin.index.json"
+    other_names = "pytorch_model*.bin"
+
+    def _open(self, file: Path) -> _PickledFile:
+        return _PickledFile(file)
+
+
+class _PickledFile:
+    """A file of tensors with the methods of an open safetensors file. Tensors are mapped, not read."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            stored: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, UnpicklingError, EOFError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise ModelLoadError(
+                f"{file} cannot be unpickled safely: {reason}.", hint="Ask for the model in safetensors."
+            ) from error
+        if not isinstance(stored, dict) or not all(isinstance(each, Tensor) for each in stored.values()):
+            raise ModelLoadError(f"{file} does not hold tensors by name.")
+        self._tensors: dict[str, Tensor] = stored
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._tensors[name].contiguous()
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+
+class _Slice:
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def __getitem__(self, spans: tuple[slice, ...]) -> Tensor:
+        return self._tensor[spans].contiguous()

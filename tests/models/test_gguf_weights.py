@@ -15,8 +15,8 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import DenseWeight, GroupQuantWeight, Ops
 from penstock.kernels.reference import TorchOps
 from penstock.models.config import ArchitectureConfig
+from penstock.models.gguf_config import refuse_unread_settings
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_keys import refuse_unread_settings
 from penstock.models.load import (
     architecture_for_gguf,
     load_model,

@@ -17,7 +17,7 @@ from penstock.core.engine_config import ModelImplementation
 from penstock.kernels.interface import WeightData
 from penstock.kernels.reference import TorchLinear, TorchOps
 from penstock.models.load import load_model
-from penstock.models.read_ahead import ReadAhead
+from penstock.models.safetensors_source import ReadAhead
 from penstock.models.transformers_probe import Recording
 
 STATUS = Path("/proc/self/status")

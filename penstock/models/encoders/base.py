@@ -8,7 +8,7 @@ text. A vector therefore does not depend on the other texts of its batch. Weight
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -44,6 +44,8 @@ class EncoderConfig:
     max_text_len: int  # tokens, special ones included
     norm_eps: float
     activation: str
+
+    num_token_types: int = 0
 
     def __post_init__(self) -> None:
         if self.activation not in _ACTIVATIONS:
@@ -142,6 +144,13 @@ class Encoder(ABC):
         name = f"{self._prefix}{name}"
         bias = loader.vector(f"{name}.bias", size) if has_bias else None
         return LayerNorm(loader.vector(f"{name}.weight", size), bias, self.config.norm_eps)
+
+
+def require_known(fields: Fields, known: Mapping[str, Any]) -> None:
+    """Refuse settings of the makers' own files that name variants which are not known."""
+    for key, expected in known.items():
+        if fields.has(key) and fields.raw(key) != expected:
+            raise ModelLoadError(f"{fields.where} has {key} = {fields.raw(key)!r}; known is {expected!r}.")
 
 
 def attend(

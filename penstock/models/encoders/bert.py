@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import PackedLinear
-from penstock.models.config import Fields
-from penstock.models.encoders.base import Encoder, EncoderConfig, Texts, attend
+from penstock.kernels.interface import Ops, PackedLinear
+from penstock.models.config import Fields, RopeConfig
+from penstock.models.encoders.base import Encoder, EncoderConfig, Texts, attend, rotated
 from penstock.models.pooling_head import Head, LayerNorm, dense_layer
+from penstock.models.rope import rope_table
+from penstock.models.sentence_modules import DenseActivation
 from penstock.models.weights import WeightLoader
 
 _MPNET_PADDING = 1
@@ -26,11 +28,14 @@ _MPNET_DISTANCE = 128  # all distances above share a bias
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(EncoderConfig):
-    num_positions: int
-    num_token_types: int = 0
+    num_positions: int = 0  # with an embedding
     padding_id: int | None = None  # positions of other tokens begin after it
     num_distances: int = 0  # of MPNet's biases
     embedding_size: int | None = None  # if it is another than the hidden size
+
+
+Activation: TypeAlias = Callable[[Tensor], Tensor]
+AttendInLayer: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +46,43 @@ class LayerNames:
     qkv: Sequence[str] = ("attention.self.query", "attention.self.key", "attention.self.value")
     output: str = "attention.output.dense"
     attention_norm: str = "attention.output.LayerNorm"
-    up: str = "intermediate.dense"
+    up: Sequence[str] = ("intermediate.dense",)
     down: str = "output.dense"
     output_norm: str = "output.LayerNorm"
     embedding_norm: str = "embeddings.LayerNorm"  # in front of the layers
 
 
+class MLP(Protocol):
+    def __call__(self, ops: Ops, texts: Texts, activation: Activation, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class PlainMLP:
+    up: PackedLinear
+    down: PackedLinear
+
+    def __call__(self, ops: Ops, texts: Texts, activation: Activation, x: Tensor) -> Tensor:
+        return ops.linear(texts.each(activation, ops.linear(x, self.up)), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    up: PackedLinear  # and the gate
+    down: PackedLinear
+    is_gate_first: bool
+
+    def __call__(self, ops: Ops, texts: Texts, activation: Activation, x: Tensor) -> Tensor:
+        halves = ops.linear(x, self.up).chunk(2, dim=-1)
+        gate, up = halves if self.is_gate_first else reversed(halves)
+        return ops.linear(texts.each(activation, gate) * up, self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class BertLayer:
     qkv: PackedLinear
     output: PackedLinear
     attention_norm: LayerNorm
-    up: PackedLinear
-    down: PackedLinear
+    mlp: MLP
     output_norm: LayerNorm
 
 
@@ -69,7 +98,12 @@ class Bert(Encoder):
     )
     prefixes: ClassVar[tuple[str, ...]] = ("bert.", "ernie.")
     names: ClassVar[LayerNames] = LayerNames()
-    config: BertConfig
+    # A dense layer with an activation, and that of the labels; "{}" stands for the prefix.
+    head_layers: ClassVar[tuple[str, DenseActivation, str]] = ("{}pooler.dense", "tanh", "classifier")
+    is_gate_first: ClassVar[bool] = True  # in products that make gates, too
+    is_gated: bool = False  # MLPs, whose first products then have no biases
+    has_bias: bool = True  # the other products
+    config: Any
 
     @classmethod
     def read_config(cls, fields: Fields) -> BertConfig:
@@ -103,22 +137,25 @@ class Bert(Encoder):
 
     def forward(self, texts: Texts) -> Tensor:
         linear, heads = self._ops.linear, self.config.num_heads
-        x = self._embed(texts)
-        biases = self._biases(texts)
-        for layer in self._layers:
+        x, attend_in = self._embed(texts), self._attention(texts)
+        for index, layer in enumerate(self._layers):
             query, key, value = linear(x, layer.qkv).unflatten(1, (3, heads, -1)).unbind(1)
-            attended = attend(query, key, value, texts, biases=biases)
-            x = layer.attention_norm(x + linear(attended, layer.output))
-            inner = texts.each(self._activation, linear(x, layer.up))
-            x = layer.output_norm(x + linear(inner, layer.down))
+            x = layer.attention_norm(x + linear(attend_in(index, query, key, value), layer.output))
+            x = layer.output_norm(x + layer.mlp(self._ops, texts, self._activation, x))
         return x
+
+    def _attention(self, texts: Texts) -> AttendInLayer:
+        """Return the attention of a layer, after its number, for queries, keys and values of some texts."""
+        return lambda _, query, key, value: attend(query, key, value, texts)
 
     def _embed(self, texts: Texts) -> Tensor:
         x = self._words[texts.token_ids]
         if self._types is not None:
             last_type = self.config.num_token_types - 1
             x = x + self._types[texts.is_second.long().clamp(max=last_type)]
-        x = self._embedding_norm(x + self._positions[self._position_ids(texts)])
+        if self._positions is not None:
+            x = x + self._positions[self._position_ids(texts)]
+        x = self._embedding_norm(x)
         return x if self._projection is None else self._ops.linear(x, self._projection)
 
     def _position_ids(self, texts: Texts) -> Tensor:
@@ -131,14 +168,14 @@ class Bert(Encoder):
             ids[start:end] += counts[start:end].cumsum(0) * counts[start:end]
         return ids
 
-    def _biases(self, texts: Texts) -> list[Tensor] | None:
-        return None
-
     def _load(self, loader: WeightLoader) -> None:
         config, prefix = self.config, f"{self._prefix}embeddings"
         width = config.embedding_size or config.hidden_size
         self._words = loader.table(f"{prefix}.word_embeddings.weight", config.vocab_size, width)
-        self._positions = loader.table(f"{prefix}.position_embeddings.weight", config.num_positions, width)
+        self._positions: Tensor | None = None
+        if config.num_positions:
+            name = f"{prefix}.position_embeddings.weight"
+            self._positions = loader.table(name, config.num_positions, width)
         self._types: Tensor | None = None
         if config.num_token_types:
             name = f"{prefix}.token_type_embeddings.weight"
@@ -154,29 +191,45 @@ class Bert(Encoder):
         """Return the names in this checkpoint."""
         return self.names
 
-    def _load_layer(self, index: int, loader: WeightLoader) -> _Layer:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        names = self._names(loader)
+    def _load_layer(self, index: int, loader: WeightLoader) -> BertLayer:
+        hidden, names = self.config.hidden_size, self._names(loader)
         layer = f"{names.layer}.{index}"
-
-        def linear(parts: Sequence[str], rows: Sequence[int], columns: int) -> PackedLinear:
-            full = [f"{self._prefix}{layer}.{part}" for part in parts]
-            return loader.linear(full, rows, columns, bias=True)
-
-        return _Layer(
-            qkv=linear(names.qkv, [3 * hidden // len(names.qkv)] * len(names.qkv), hidden),
-            output=linear([names.output], [hidden], hidden),
+        return BertLayer(
+            qkv=self._linear(loader, layer, names.qkv, 3 * hidden, hidden),
+            output=self._linear(loader, layer, [names.output], hidden, hidden),
             attention_norm=self._norm(f"{layer}.{names.attention_norm}", loader),
-            up=linear([names.up], [inner], hidden),
-            down=linear([names.down], [hidden], inner),
+            mlp=self._load_mlp(index, layer, loader),
             output_norm=self._norm(f"{layer}.{names.output_norm}", loader),
         )
 
+    def _load_mlp(self, index: int, layer: str, loader: WeightLoader) -> MLP:
+        hidden, inner, names = self.config.hidden_size, self.config.intermediate_size, self._names(loader)
+        down = self._linear(loader, layer, [names.down], hidden, inner)
+        if not self.is_gated:
+            return PlainMLP(self._linear(loader, layer, names.up, inner, hidden), down)
+        up = self._linear(loader, layer, names.up, 2 * inner, hidden, bias=False)
+        return GatedMLP(up, down, self.is_gate_first)
+
+    def _linear(
+        self,
+        loader: WeightLoader,
+        layer: str,
+        parts: Sequence[str],
+        rows: int,
+        columns: int,
+        *,
+        bias: bool | None = None,
+    ) -> PackedLinear:
+        """Load a product that is stored in parts of the same size. A bias is there if most products have one."""
+        names = [f"{self._prefix}{layer}.{part}" for part in parts]
+        sizes = [rows // len(parts)] * len(parts)
+        return loader.linear(names, sizes, columns, bias=self.has_bias if bias is None else bias)
+
     def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
-        hidden = self.config.hidden_size
+        hidden, (dense, activation, labels) = self.config.hidden_size, self.head_layers
         steps = (
-            dense_layer(loader, f"{self._prefix}pooler.dense", (hidden, hidden), "tanh"),
-            dense_layer(loader, "classifier", (num_labels, hidden)),
+            dense_layer(loader, dense.format(self._prefix), (hidden, hidden), activation),
+            dense_layer(loader, labels, (num_labels, hidden)),
         )
         return Head(steps, num_labels)
 
@@ -190,6 +243,7 @@ class Electra(Bert):
         "ElectraForSequenceClassification",
     )
     prefixes = ("electra.",)
+    head_layers = ("classifier.dense", "gelu", "classifier.out_proj")
 
     @classmethod
     def read_config(cls, fields: Fields) -> BertConfig:
@@ -197,26 +251,42 @@ class Electra(Bert):
         width = fields.integer("embedding_size", 128)
         return dataclasses.replace(config, embedding_size=None if width == config.hidden_size else width)
 
-    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
-        hidden = self.config.hidden_size
-        steps = (
-            dense_layer(loader, "classifier.dense", (hidden, hidden), "gelu"),
-            dense_layer(loader, "classifier.out_proj", (num_labels, hidden)),
-        )
-        return Head(steps, num_labels)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotatedConfig(BertConfig):
+    rope: RopeConfig
+
+
+class RotatedBert(Bert):
+    """BERT's layers with positions by rotation."""
+
+    config: RotatedConfig
+
+    def _load(self, loader: WeightLoader) -> None:
+        super()._load(loader)
+        config = self.config
+        table = rope_table(config.rope, config.hidden_size // config.num_heads, config.max_text_len)
+        self._rope_table = table.to(loader.ops.device)
+
+    def _attention(self, texts: Texts) -> AttendInLayer:
+        table = self._rope_table[texts.positions]
+        return lambda _, query, key, value: attend(rotated(query, table), rotated(key, table), value, texts)
 
 
 # Names of XLM-RoBERTa in Jina's code.
-_JINA_NAMES = LayerNames(
+JINA_NAMES = LayerNames(
     layer="encoder.layers",
     qkv=("mixer.Wqkv",),
     output="mixer.out_proj",
     attention_norm="norm1",
-    up="mlp.fc1",
+    up=("mlp.fc1",),
     down="mlp.fc2",
     output_norm="norm2",
     embedding_norm="emb_ln",
 )
+
+
+ROBERTA_HEAD: tuple[str, DenseActivation, str] = ("classifier.dense", "tanh", "classifier.out_proj")
 
 
 class Roberta(Bert):
@@ -227,6 +297,7 @@ class Roberta(Bert):
         for kind in ("Model", "ForMaskedLM", "ForSequenceClassification")
     )
     prefixes = ("roberta.",)
+    head_layers = ROBERTA_HEAD
 
     @classmethod
     def _padding_id(cls, fields: Fields) -> int | None:
@@ -234,16 +305,8 @@ class Roberta(Bert):
         return given[0] if given else 1
 
     def _names(self, loader: WeightLoader) -> LayerNames:
-        is_jina = loader.has(f"{self._prefix}{_JINA_NAMES.embedding_norm}.weight")
-        return _JINA_NAMES if is_jina else self.names
-
-    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
-        hidden = self.config.hidden_size
-        steps = (
-            dense_layer(loader, "classifier.dense", (hidden, hidden), "tanh"),
-            dense_layer(loader, "classifier.out_proj", (num_labels, hidden)),
-        )
-        return Head(steps, num_labels)
+        is_jina = loader.has(f"{self._prefix}{JINA_NAMES.embedding_norm}.weight")
+        return JINA_NAMES if is_jina else self.names
 
 
 class DistilBert(Bert):
@@ -255,10 +318,11 @@ class DistilBert(Bert):
         qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         output="attention.out_lin",
         attention_norm="sa_layer_norm",
-        up="ffn.lin1",
+        up=("ffn.lin1",),
         down="ffn.lin2",
         output_norm="output_layer_norm",
     )
+    head_layers = ("pre_classifier", "relu", "classifier")
 
     @classmethod
     def read_config(cls, fields: Fields) -> BertConfig:
@@ -275,14 +339,6 @@ class DistilBert(Bert):
             num_positions=num_positions,
         )
 
-    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
-        hidden = self.config.hidden_size
-        steps = (
-            dense_layer(loader, "pre_classifier", (hidden, hidden), "relu"),
-            dense_layer(loader, "classifier", (num_labels, hidden)),
-        )
-        return Head(steps, num_labels)
-
 
 class MPNet(Roberta):
     name = "mpnet"
@@ -296,8 +352,7 @@ class MPNet(Roberta):
 
     @classmethod
     def read_config(cls, fields: Fields) -> BertConfig:
-        given = {**fields.values, "pad_token_id": _MPNET_PADDING}
-        config = super().read_config(Fields(given, fields.where))
+        config = super().read_config(fields.changed(pad_token_id=_MPNET_PADDING))
         num_distances = fields.integer("relative_attention_num_buckets", 32)
         return dataclasses.replace(config, num_token_types=0, num_distances=num_distances)
 
@@ -306,11 +361,12 @@ class MPNet(Roberta):
         name = f"{self._prefix}encoder.relative_attention_bias.weight"
         self._distance_biases = loader.table(name, self.config.num_distances, self.config.num_heads)
 
-    def _biases(self, texts: Texts) -> list[Tensor]:
+    def _attention(self, texts: Texts) -> AttendInLayer:
         lengths = [end - start for start, end in texts.ranges]
         places = torch.arange(max(lengths), device=texts.positions.device)
         biases = self._distance_biases[_distance_class(places - places[:, None])].permute(2, 0, 1)
-        return [biases[:, :length, :length] for length in lengths]
+        of_texts = [biases[:, :length, :length] for length in lengths]
+        return lambda _, query, key, value: attend(query, key, value, texts, biases=of_texts)
 
 
 def _distance_class(distances: Tensor) -> Tensor:

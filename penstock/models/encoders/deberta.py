@@ -12,8 +12,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 from penstock.models.encoders.base import Texts, attend
-from penstock.models.encoders.bert import Bert, BertConfig, LayerNames
-from penstock.models.pooling_head import Head, dense_layer
+from penstock.models.encoders.bert import AttendInLayer, Bert, BertConfig, LayerNames
 from penstock.models.weights import WeightLoader
 
 
@@ -32,6 +31,7 @@ class DebertaV2(Bert):
     name = "deberta_v2"
     huggingface_names = ("DebertaV2Model", "DebertaV2ForMaskedLM", "DebertaV2ForSequenceClassification")
     prefixes = ("deberta.",)
+    head_layers = ("pooler.dense", "gelu", "classifier")
     names = LayerNames(qkv=[f"attention.self.{part}_proj" for part in ("query", "key", "value")])
     config: DebertaConfig
 
@@ -78,28 +78,27 @@ class DebertaV2(Bert):
             norms_distances="layer_norm" in fields.text("norm_rel_ebd", "none").lower(),
         )
 
-    def forward(self, texts: Texts) -> Tensor:
-        linear, heads = self._ops.linear, self.config.num_heads
-        x = self._embed(texts)
-        classes = [self._classes(end - start, x.device) for start, end in texts.ranges]
-        for layer, distances in zip(self._layers, self._distances, strict=True):
-            query, key, value = linear(x, layer.qkv).unflatten(1, (3, heads, -1)).unbind(1)
+    def _attention(self, texts: Texts) -> AttendInLayer:
+        device = texts.positions.device
+        classes = [self._classes(end - start, device) for start, end in texts.ranges]
+
+        def attend_in(index: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             scale = ((1 + len(self.config.products)) * query.shape[-1]) ** -0.5
+            distances = self._distances[index]
             biases = None
             if distances:
                 biases = [
                     _distance_scores(query[start:end], key[start:end], distances, at) * scale
                     for (start, end), at in zip(texts.ranges, classes, strict=True)
                 ]
-            attended = attend(query, key, value, texts, scale=scale, biases=biases)
-            x = layer.attention_norm(x + linear(attended, layer.output))
-            inner = texts.each(self._activation, linear(x, layer.up))
-            x = layer.output_norm(x + linear(inner, layer.down))
-        return x
+            return attend(query, key, value, texts, scale=scale, biases=biases)
+
+        return attend_in
 
     def _embed(self, texts: Texts) -> Tensor:
         x = self._words[texts.token_ids]
         if self.config.has_positions:
+            assert self._positions is not None
             x = x + self._positions[texts.positions]
         if self._types is not None:
             x = x + self._types[texts.is_second.long().clamp(max=self.config.num_token_types - 1)]
@@ -157,14 +156,6 @@ class DebertaV2(Bert):
                 projected = self._ops.linear(table, loader.linear([name], [hidden], hidden, bias=True))
             made[product] = projected.unflatten(1, (config.num_heads, -1)).contiguous()
         return made
-
-    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
-        hidden = self.config.hidden_size
-        steps = (
-            dense_layer(loader, "pooler.dense", (hidden, hidden), "gelu"),
-            dense_layer(loader, "classifier", (num_labels, hidden)),
-        )
-        return Head(steps, num_labels)
 
 
 def _distance_scores(query: Tensor, key: Tensor, distances: dict[str, Tensor], classes: Tensor) -> Tensor:

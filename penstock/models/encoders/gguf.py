@@ -11,8 +11,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.models.config import Fields
 from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert
-from penstock.models.encoders.embedding_gemma import EmbeddingGemma
-from penstock.models.encoders.eurobert import EuroBert
+from penstock.models.encoders.eurobert import EmbeddingGemma, EuroBert
 from penstock.models.encoders.modernbert import ModernBert
 from penstock.models.encoders.nomic_bert import NomicBert
 from penstock.models.gguf_config import gguf_windows, metadata_fields

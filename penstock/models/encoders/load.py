@@ -13,8 +13,7 @@ from penstock.models.config import Fields, read_settings
 from penstock.models.encoders.base import Encoder
 from penstock.models.encoders.bert import Bert, DistilBert, Electra, MPNet, Roberta
 from penstock.models.encoders.deberta import DebertaV2
-from penstock.models.encoders.embedding_gemma import EmbeddingGemma
-from penstock.models.encoders.eurobert import EuroBert
+from penstock.models.encoders.eurobert import EmbeddingGemma, EuroBert
 from penstock.models.encoders.gguf import gguf_head, is_gguf_encoder, open_gguf_encoder
 from penstock.models.encoders.gte import Gte, JinaV3
 from penstock.models.encoders.modernbert import ModernBert

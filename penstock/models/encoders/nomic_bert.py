@@ -3,24 +3,19 @@ second release, with biases, plain MLPs, and experts in every second layer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import Ops, PackedLinear
-from penstock.models.config import Fields, RopeConfig
-from penstock.models.encoders.base import Encoder, EncoderConfig, Texts, attend, rotated
+from penstock.kernels.interface import Ops
+from penstock.models.config import Fields
+from penstock.models.encoders.base import Texts, require_known
+from penstock.models.encoders.bert import MLP, Activation, LayerNames, RotatedBert, RotatedConfig
 from penstock.models.huggingface_config import rope_config, rope_parameters
-from penstock.models.pooling_head import Head, LayerNorm, dense_layer
-from penstock.models.rope import rope_table
 from penstock.models.weights import WeightLoader
-
-Activation: TypeAlias = Callable[[Tensor], Tensor]
 
 _THETA = 1000.0
 _FIXED = {
@@ -59,30 +54,9 @@ class NomicExperts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NomicBertConfig(EncoderConfig):
-    rope: RopeConfig
-    num_token_types: int
+class NomicBertConfig(RotatedConfig):
     is_gated: bool = True  # without biases; plain MLPs have biases, as attention then has
     experts: NomicExperts | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class GatedMLP:
-    gate_up: PackedLinear
-    down: PackedLinear
-
-    def __call__(self, ops: Ops, texts: Texts, activation: Activation, x: Tensor) -> Tensor:
-        gate, up = ops.linear(x, self.gate_up).chunk(2, dim=-1)
-        return ops.linear(texts.each(activation, gate) * up, self.down)
-
-
-@dataclass(frozen=True, slots=True)
-class PlainMLP:
-    up: PackedLinear
-    down: PackedLinear
-
-    def __call__(self, ops: Ops, texts: Texts, activation: Activation, x: Tensor) -> Tensor:
-        return ops.linear(texts.each(activation, ops.linear(x, self.up)), self.down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +84,29 @@ class ExpertMLP:
         return made if self.bias is None else made + self.bias
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    qkv: PackedLinear
-    output: PackedLinear
-    attention_norm: LayerNorm
-    mlp: GatedMLP | PlainMLP | ExpertMLP
-    output_norm: LayerNorm
+# The names of tensors in the makers' code, and those of transformers, which has the first release alone.
+_OWN_NAMES = LayerNames(
+    layer="encoder.layers",
+    qkv=("attn.Wqkv",),
+    output="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc1",),
+    down="mlp.fc2",
+    output_norm="norm2",
+    embedding_norm="emb_ln",
+)
+_NAMES = LayerNames(
+    layer="layers",
+    qkv=[f"self_attn.{part}_proj" for part in "qkv"],
+    output="self_attn.o_proj",
+    attention_norm="post_attention_layernorm",
+    up=("mlp.gate_proj", "mlp.up_proj"),
+    down="mlp.down_proj",
+    output_norm="post_mlp_layernorm",
+)
 
 
-class NomicBert(Encoder):
+class NomicBert(RotatedBert):
     name = "nomic_bert"
     huggingface_names = ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification")
     prefixes = ("nomic_bert.", "bert.")
@@ -127,11 +114,7 @@ class NomicBert(Encoder):
 
     @classmethod
     def read_config(cls, fields: Fields) -> NomicBertConfig:
-        for key, expected in _FIXED.items():
-            if fields.has(key) and fields.raw(key) != expected:
-                raise ModelLoadError(
-                    f"{fields.where} has {key} = {fields.raw(key)!r}; known is {expected!r}."
-                )
+        require_known(fields, _FIXED)
         is_own = fields.has("n_embd")  # the makers' files use GPT-2's names
         stated = {key: fields.raw(key) for key in _FIRST if fields.has(key)}
         is_gated = stated.get("activation_function", "swiglu") == "swiglu"
@@ -167,71 +150,20 @@ class NomicBert(Encoder):
             experts=_experts(fields) if fields.raw("num_experts") else None,
         )
 
-    def forward(self, texts: Texts) -> Tensor:
-        linear, heads = self._ops.linear, self.config.num_heads
-        table = self._rope[texts.positions]
-        types = self._types[texts.is_second.long().clamp(max=self.config.num_token_types - 1)]
-        x = self._embedding_norm(self._words[texts.token_ids] + types)
-        for layer in self._layers:
-            query, key, value = linear(x, layer.qkv).unflatten(1, (3, heads, -1)).unbind(1)
-            attended = attend(rotated(query, table), rotated(key, table), value, texts)
-            x = layer.attention_norm(x + linear(attended, layer.output))
-            x = layer.output_norm(x + layer.mlp(self._ops, texts, self._activation, x))
-        return x
-
     def _load(self, loader: WeightLoader) -> None:
-        config, hidden = self.config, self.config.hidden_size
-        prefix = f"{self._prefix}embeddings"
-        self._words = loader.table(f"{prefix}.word_embeddings.weight", config.vocab_size, hidden)
-        self._types = loader.table(f"{prefix}.token_type_embeddings.weight", config.num_token_types, hidden)
-        table = rope_table(config.rope, hidden // config.num_heads, config.max_text_len)
-        self._rope = table.to(loader.ops.device)
-        # Checkpoints have the names of the makers' code, or those of transformers.
-        self._is_own = loader.has(f"{self._prefix}emb_ln.weight")
-        self._embedding_norm = self._norm("emb_ln" if self._is_own else "embeddings.LayerNorm", loader)
-        self._layers = [self._load_layer(index, loader) for index in range(config.num_layers)]
+        self.is_gated, self.has_bias = self.config.is_gated, not self.config.is_gated
+        super()._load(loader)
 
-    def _load_layer(self, index: int, loader: WeightLoader) -> _Layer:
-        hidden, is_own = self.config.hidden_size, self._is_own
-        layer = f"encoder.layers.{index}" if is_own else f"layers.{index}"
-        prefix = f"{self._prefix}{layer}"
-        bias = not self.config.is_gated
-        if is_own:
-            qkv = loader.linear([f"{prefix}.attn.Wqkv"], [3 * hidden], hidden, bias=bias)
-        else:
-            qkv = loader.linear([f"{prefix}.self_attn.{part}_proj" for part in "qkv"], [hidden] * 3, hidden)
-        output = "attn.out_proj" if is_own else "self_attn.o_proj"
-        norms = ("norm1", "norm2") if is_own else ("post_attention_layernorm", "post_mlp_layernorm")
-        return _Layer(
-            qkv=qkv,
-            output=loader.linear([f"{prefix}.{output}"], [hidden], hidden, bias=bias),
-            attention_norm=self._norm(f"{layer}.{norms[0]}", loader),
-            mlp=self._load_mlp(index, f"{prefix}.mlp", loader),
-            output_norm=self._norm(f"{layer}.{norms[1]}", loader),
-        )
+    def _names(self, loader: WeightLoader) -> LayerNames:
+        if not loader.has(f"{self._prefix}{_OWN_NAMES.embedding_norm}.weight"):
+            return _NAMES
+        return replace(_OWN_NAMES, up=("mlp.fc12", "mlp.fc11")) if self.is_gated else _OWN_NAMES
 
-    def _load_mlp(self, index: int, prefix: str, loader: WeightLoader) -> GatedMLP | PlainMLP | ExpertMLP:
-        config, hidden, inner = self.config, self.config.hidden_size, self.config.intermediate_size
-        if config.experts is not None and config.experts.is_in(index):
-            return _load_experts(config, config.experts, prefix, loader)
-        if not config.is_gated:
-            return PlainMLP(
-                up=loader.linear([f"{prefix}.fc1"], [inner], hidden, bias=True),
-                down=loader.linear([f"{prefix}.fc2"], [hidden], inner, bias=True),
-            )
-        gate_up, down = (("fc12", "fc11"), "fc2") if self._is_own else (("gate_proj", "up_proj"), "down_proj")
-        return GatedMLP(
-            gate_up=loader.linear([f"{prefix}.{part}" for part in gate_up], [inner] * 2, hidden),
-            down=loader.linear([f"{prefix}.{down}"], [hidden], inner),
-        )
-
-    def classifier(self, loader: WeightLoader, num_labels: int) -> Head:
-        hidden = self.config.hidden_size
-        steps = (
-            dense_layer(loader, f"{self._prefix}pooler.dense", (hidden, hidden), "tanh"),
-            dense_layer(loader, "classifier", (num_labels, hidden)),
-        )
-        return Head(steps, num_labels)
+    def _load_mlp(self, index: int, layer: str, loader: WeightLoader) -> MLP:
+        experts = self.config.experts
+        if experts is None or not experts.is_in(index):
+            return super()._load_mlp(index, layer, loader)
+        return _load_experts(self.config, experts, f"{self._prefix}{layer}.mlp", loader)
 
 
 def _experts(fields: Fields) -> NomicExperts:

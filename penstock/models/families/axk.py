@@ -3,8 +3,6 @@ attention makes, and on what the norms before attention and experts make."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
+from penstock.models.config import ArchitectureConfig, Fields, extended
+from penstock.models.decoder import Decoder
 from penstock.models.experts import ExpertMLP, add_mlp
 from penstock.models.families.deepseek import DeepseekV3, LatentAttention, LatentBlock, load_latent_attention
 from penstock.models.families.deepseek_sparse import DeepseekV32, Indexer, load_indexer
 from penstock.models.layers import GatedMLP, LayerLoader, Norm, RMSNorm
-from penstock.models.layout import Layout, StoredRows, by_head
+from penstock.models.layout import StoredRows, by_head
 from penstock.models.rope import pair_order
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
@@ -100,27 +99,22 @@ class AxK2(DeepseekV32):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         config = super().config_from_huggingface(fields)
-        return AxK2Config(
-            **{each.name: getattr(config, each.name) for each in dataclasses.fields(config)},
-            gate_rank=fields.integer("gated_norm_rank", 16),
-        )
+        return extended(config, AxK2Config, gate_rank=fields.integer("gated_norm_rank", 16))
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        usual, latent = super().layout(config), config.latent
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        usual, latent = super().rows(config, interleaved=interleaved), config.latent
         assert latent is not None
         order = pair_order(latent.rope_dim, latent.rope_dim, interleaved=latent.interleaved)
         query = torch.cat([torch.arange(latent.plain_dim), latent.plain_dim + order])
         head = torch.cat([query, len(query) + torch.arange(latent.value_dim)])
         name, size = "self_attn.q_b_proj", config.num_heads * len(head)
-        rows = StoredRows(name, size, by_head(torch.arange(size), head))
-        return dataclasses.replace(usual, rows={**usual.rows, name: rows})
+        return {**usual, name: StoredRows(name, size, by_head(torch.arange(size), head))}
 
     def load_layer(self, load: LayerLoader) -> Any:
-        experts, latent = self.config.experts, self.config.latent
+        latent = self.config.latent
         assert latent is not None
         assert latent.query_rank is not None
-        is_dense = experts is None or load.index in experts.dense_layers
         width = latent.plain_dim + latent.rope_dim + latent.value_dim
         return GatedBlock(
             attention_norm=self._gated_norm(load, "input_layernorm"),
@@ -133,7 +127,7 @@ class AxK2(DeepseekV32):
             ),
             indexer=load_indexer(load) if self.is_sparse else None,
             mlp_norm=load.rms_norm("post_attention_layernorm")
-            if is_dense
+            if self.config.is_dense(load.index)
             else self._gated_norm(load, "post_attention_layernorm"),
             mlp=self.load_mlp(load),
         )
@@ -147,17 +141,7 @@ class AxK2(DeepseekV32):
             load.weights.linear([f"{prefix}.W_up"], [hidden], rank),
         )
 
-    def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
-    ) -> None:
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
-            self.run_layer(layer, residual, self._ops, kv.layer(index), batch.of_layer(index))
+    _run_one_by_one = Decoder._run_one_by_one  # layers share nothing that was chosen
 
     def run_layer(self, layer: Any, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
         assert isinstance(layer, GatedBlock)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.alibi import alibi_slopes, load_attention
+from penstock.models.alibi import alibi_slopes
 from penstock.models.config import ArchitectureConfig, Fields, NotNative
-from penstock.models.families.gpt import GPT, with_biases
-from penstock.models.gguf_config import common_gguf_config, metadata_fields
+from penstock.models.families.gpt import GPT, NEOX_MODULES, with_biases
+from penstock.models.gguf_config import metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
-from penstock.models.layout import Layout, fused_qkv, grouped_qkv
+from penstock.models.layers import load_norm
+from penstock.models.layout import fused_qkv, grouped_qkv
 from penstock.models.weights import WeightLoader
 
 _NAMES = {
@@ -42,6 +42,19 @@ class Bloom(GPT):
     name = "bloom"
     huggingface_names = ("BloomForCausalLM", "bloom")
     gguf_names = ("bloom",)
+    gguf_activation = "gelu_tanh"
+    stored_base = "transformer"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "word_embeddings": "embed_tokens",
+        "word_embeddings_layernorm": "embed_norm",
+        "h": "layers",
+        "ln_f": "norm",
+        "self_attention": "self_attn",
+        **NEOX_MODULES,
+    }
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {"token_embd_norm": "model.embed_norm"}
+    cut = staticmethod(grouped_qkv)
+    gguf_cut = staticmethod(fused_qkv)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -51,45 +64,21 @@ class Bloom(GPT):
                 f"{fields.where} adds to normed states, which no published Bloom does.",
                 hint="Set apply_residual_connection_post_layernorm to false if the file is wrong.",
             )
-        inner = 4 * fields.integer("hidden_size")
-        defaults = {
-            "tie_word_embeddings": True,
-            "hidden_act": "gelu_pytorch_tanh",
-            "intermediate_size": inner,
-        }
-        config = common_huggingface_config(
-            Fields({**defaults, **fields.values}, fields.where), cls.name, gated=False
+        fields = fields.with_usual(
+            tie_word_embeddings=True,
+            hidden_act="gelu_pytorch_tanh",
+            intermediate_size=4 * fields.integer("hidden_size"),
         )
-        config = dataclasses.replace(config, norm_eps=fields.number("layer_norm_epsilon", 1e-5))
-        return _with_slopes(with_biases(config))
+        return _with_slopes(with_biases(super().config_from_huggingface(fields)))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
-        return _with_slopes(with_biases(config))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "word_embeddings": "embed_tokens",
-            "word_embeddings_layernorm": "embed_norm",
-            "h": "layers",
-            "ln_f": "norm",
-            "self_attention.query_key_value": "self_attn.qkv_proj",
-            "self_attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        }
-        return Layout("transformer", names, grouped_qkv(config))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout({"token_embd_norm": "model.embed_norm"}, cut=fused_qkv(config))
+        return _with_slopes(with_biases(super().config_from_gguf(file)))
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
         if self.shard.is_first_stage:
-            self._embedding_norm = load_layer_norm(loader, "model.embed_norm", config)
+            self._embedding_norm = load_norm(loader, "model.embed_norm", config, "layer")
             self.num_parameters, self.weight_bytes = loader.num_parameters, loader.weight_bytes
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -100,6 +89,20 @@ class Mpt(GPT):
     name = "mpt"
     huggingface_names = ("MptForCausalLM", "MPTForCausalLM", "mpt")
     gguf_names = ("mpt",)
+    norm_kind = "layer without bias"
+    stored_base = "transformer"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "wte": "embed_tokens",
+        "blocks": "layers",
+        "norm_1": "input_layernorm",
+        "norm_2": "post_attention_layernorm",
+        "norm_f": "norm",
+        "attn.Wqkv": "self_attn.qkv_proj",
+        "attn.out_proj": "self_attn.o_proj",
+        "ffn": "mlp",
+    }
+    cut = staticmethod(fused_qkv)
+    gguf_cut = staticmethod(fused_qkv)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -111,13 +114,10 @@ class Mpt(GPT):
                     f"{attention.where} has {key} = {not usual}, which is supported neither here nor by transformers."
                 )
         inner = int(fields.number("expansion_ratio", 4)) * fields.integer("hidden_size")
-        plain = {"tie_word_embeddings": True, "intermediate_size": inner, "hidden_act": "gelu"}
-        config = common_huggingface_config(
-            Fields({**plain, **fields.values}, fields.where), cls.name, gated=False
-        )
+        fields = fields.with_usual(tie_word_embeddings=True, intermediate_size=inner, hidden_act="gelu")
+        config = super().config_from_huggingface(fields)
         config = dataclasses.replace(
             config,
-            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
             attention_scale=attention.number("softmax_scale", config.attention_scale),
             qkv_limit=attention.optional_number("clip_qkv"),
         )
@@ -127,34 +127,5 @@ class Mpt(GPT):
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         fields = metadata_fields(file)
         limit = fields.raw("attention.clamp_kqv") or None
-        config = dataclasses.replace(common_gguf_config(file, cls.name), qkv_limit=limit)
+        config = dataclasses.replace(super().config_from_gguf(file), qkv_limit=limit)
         return _with_slopes(config, fields.number("attention.max_alibi_bias"))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "wte": "embed_tokens",
-            "blocks": "layers",
-            "norm_1": "input_layernorm",
-            "norm_2": "post_attention_layernorm",
-            "norm_f": "norm",
-            "attn.Wqkv": "self_attn.qkv_proj",
-            "attn.out_proj": "self_attn.o_proj",
-            "ffn": "mlp",
-        }
-        return Layout("transformer", names, fused_qkv(config))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(cut=fused_qkv(config))
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        return Block(
-            attention_norm=load.layer_norm("input_layernorm", bias=False),
-            attention=load_attention(load),
-            mlp_norm=load.layer_norm("post_attention_layernorm", bias=False),
-            mlp=load.plain_mlp(),
-        )
-
-    def load_final_norm(self, loader: WeightLoader) -> Norm:
-        return load_layer_norm(loader, "model.norm", self.config, bias=False)

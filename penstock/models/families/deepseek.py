@@ -4,6 +4,7 @@ expert for every token. Layers after the last one, which predict further tokens,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, LatentLayer, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, LatentConfig, yarn_amplitude
+from penstock.models.config import ArchitectureConfig, Fields, LatentConfig, yarn_amplitude
 from penstock.models.decoder import Decoder
-from penstock.models.experts import ExpertMLP, add_mlp, expert_layout, load_experts, num_experts
+from penstock.models.experts import ExpertMLP, add_mlp, load_experts
 from penstock.models.gguf_config import (
     SIGMOID,
     common_gguf_config,
@@ -22,15 +23,14 @@ from penstock.models.gguf_config import (
     metadata_fields,
 )
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import (
     common_huggingface_config,
+    grouped_experts,
     growth_of_queries,
-    layer_kinds,
     rope_parameters,
 )
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm, query_factors
-from penstock.models.layout import Layout, StoredRows, by_head
+from penstock.models.layout import StoredRows, by_head
 from penstock.models.rope import pair_order
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
@@ -120,6 +120,7 @@ class DeepseekV2(Decoder):
     name = "deepseek_v2"
     huggingface_names: ClassVar[tuple[str, ...]] = ("DeepseekV2ForCausalLM", "deepseek_v2")
     gguf_names: ClassVar[tuple[str, ...]] = ("deepseek2",)
+    gguf_stored_names: ClassVar[Mapping[str, str]] = GGUF_NAMES
     has_selection_bias: ClassVar[bool] = False
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
@@ -142,12 +143,8 @@ class DeepseekV2(Decoder):
         return latent_gguf_config(file, cls.name)
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, rows=latent_rows(config))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(GGUF_NAMES, rows=latent_rows(config), num_experts=num_experts(config))
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return latent_rows(config)
 
     def load_layer(self, load: LayerLoader) -> LatentBlock:
         return LatentBlock(
@@ -158,8 +155,7 @@ class DeepseekV2(Decoder):
         )
 
     def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        experts = self.config.experts
-        if experts is None or load.index in experts.dense_layers:
+        if self.config.is_dense(load.index):
             return load.gated_mlp()
         bias = f"{load.prefix}.mlp.{SELECTION_BIAS}"
         chooses_by_bias = self.has_selection_bias or load.weights.has(bias)
@@ -205,11 +201,8 @@ class MiniCPM3(DeepseekV2):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         size = fields.integer("hidden_size") // fields.integer("num_attention_heads")
-        usual = {"v_head_dim": size, "tie_word_embeddings": True}
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        config = super().config_from_huggingface(
-            Fields({**usual, **given, "rope_interleave": False}, fields.where)
-        )
+        usual = fields.with_usual_for_nulls(v_head_dim=size, tie_word_embeddings=True)
+        config = super().config_from_huggingface(usual.changed(rope_interleave=False))
         depth = fields.number("scale_depth", config.num_layers**0.5)
         return dataclasses.replace(
             config,
@@ -246,7 +239,7 @@ class Mistral4(DeepseekV2):
         rope.pop(
             "partial_rotary_factor", None
         )  # of a whole query, whose rotated part has a size of its own here
-        fields = Fields({**fields.values, "rope_parameters": rope}, fields.where)
+        fields = fields.changed(rope_parameters=rope)
         config = latent_config(
             fields, cls.name, scoring="softmax", normalizes=True, ranked_by=2, grouped=True
         )
@@ -266,45 +259,30 @@ def latent_config(
 ) -> ArchitectureConfig:
     """Read the settings of attention over latents and of its experts."""
     heads, rope_dim = fields.integer("num_attention_heads"), fields.integer("qk_rope_head_dim")
-    changed = {**fields.values, "head_dim": rope_dim, "num_key_value_heads": heads}
-    config = common_huggingface_config(Fields(changed, fields.where), name)
+    changed = fields.changed(head_dim=rope_dim, num_key_value_heads=heads)
+    config = common_huggingface_config(changed, name, attention_bias=False)
     latent = LatentConfig(
         rank=fields.integer("kv_lora_rank"),
-        query_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else None,
+        query_rank=fields.optional_integer("q_lora_rank"),
         rope_dim=rope_dim,
         plain_dim=fields.integer("qk_nope_head_dim"),
         value_dim=fields.integer("v_head_dim"),
         interleaved=fields.flag("rope_interleave", True),
     )
-    has_bias = fields.flag("attention_bias", False)
     experts = None
     if fields.has("n_routed_experts"):
-        inner, period = fields.integer("moe_intermediate_size"), fields.integer("moe_layer_freq", 1)
-        first, shared = fields.raw("first_k_dense_replace") or 0, fields.raw("n_shared_experts")
-        kinds = layer_kinds(fields, config.num_layers, {"dense", "sparse"}, "mlp_layer_types")
-        experts = ExpertsConfig(
-            count=fields.integer("n_routed_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=inner,
-            normalizes=fields.switch("norm_topk_prob", normalizes) and scoring == "sigmoid",
-            dense_layers=frozenset(
-                index
-                for index in range(config.num_layers)
-                if (index < first or index % period if kinds is None else kinds[index] == "dense")
-            ),
-            shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
+        normalizes = fields.switch("norm_topk_prob", normalizes) and scoring == "sigmoid"
+        experts = grouped_experts(
+            fields.changed(norm_topk_prob=normalizes),
+            config.num_layers,
             scoring=scoring,
-            num_groups=fields.integer("n_group", 1) if grouped else 1,
-            kept_groups=fields.integer("topk_group", 1) if grouped else 1,
-            groups_ranked_by=ranked_by,
-            weight_scale=fields.number("routed_scaling_factor", 1.0),
+            grouped=grouped,
+            ranked_by=ranked_by,
         )
     return dataclasses.replace(
         config,
         latent=latent,
         attention_scale=_scale(latent) * _sharpening(Fields(rope_parameters(fields), fields.where)),
-        qkv_bias=has_bias,
-        output_bias=has_bias,
         experts=experts,
     )
 
@@ -336,7 +314,7 @@ def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
     config = common_gguf_config(file, name, changed)
     latent = LatentConfig(
         rank=fields.integer("attention.kv_lora_rank"),
-        query_rank=fields.integer("attention.q_lora_rank") if fields.has("attention.q_lora_rank") else None,
+        query_rank=fields.optional_integer("attention.q_lora_rank"),
         rope_dim=rope_dim,
         plain_dim=key - rope_dim,
         value_dim=value,
@@ -363,9 +341,7 @@ def latent_gguf_config(file: GGUFFile, name: str) -> ArchitectureConfig:
         attention_scale=scale,
         experts=experts,
         query_growth=fields.optional_number("attention.temperature_scale"),
-        query_step=fields.integer("attention.temperature_length")
-        if fields.has("attention.temperature_length")
-        else None,
+        query_step=fields.optional_integer("attention.temperature_length"),
     )
 
 

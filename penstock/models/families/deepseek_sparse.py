@@ -4,7 +4,7 @@ that are no longer need no indexer. Layers of GLM 5 may share what the indexer o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,14 +14,13 @@ from torch import Tensor
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import AttentionBatch, IndexLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, IndexConfig, LatentConfig
-from penstock.models.experts import add_mlp, num_experts
+from penstock.models.experts import add_mlp
 from penstock.models.families.deepseek import GGUF_NAMES, DeepseekV3, LatentAttention, LatentBlock
 from penstock.models.gguf_config import metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import layer_kinds
 from penstock.models.layers import LayerLoader, RMSNorm
-from penstock.models.layout import Layout, StoredRows, by_head
+from penstock.models.layout import StoredRows, by_head
 from penstock.models.rope import pair_order
 from penstock.models.weights import WeightLoader
 
@@ -62,6 +61,7 @@ class DeepseekV32(DeepseekV3):
     name = "deepseek_v32"
     huggingface_names = ("DeepseekV32ForCausalLM", "deepseek_v32")
     gguf_names: ClassVar[tuple[str, ...]] = ("deepseek32",)
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {**_GGUF_INDEX, **GGUF_NAMES}
     rotates_neighbours: ClassVar[bool] = False  # in indexers, whose stored pairs are neighbours then
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
@@ -110,14 +110,8 @@ class DeepseekV32(DeepseekV3):
         return frozenset()
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        usual = super().layout(config)
-        return dataclasses.replace(usual, rows={**usual.rows, **cls._index_rows(config)})
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = {**super().gguf_layout(config).rows, **cls._index_rows(config)}
-        return gguf_layout({**_GGUF_INDEX, **GGUF_NAMES}, rows=rows, num_experts=num_experts(config))
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return {**super().rows(config, interleaved=interleaved), **cls._index_rows(config)}
 
     @classmethod
     def _index_rows(cls, config: ArchitectureConfig) -> dict[str, StoredRows]:

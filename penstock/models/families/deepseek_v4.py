@@ -29,7 +29,7 @@ from penstock.models.compressed import (
     rotate_last,
 )
 from penstock.models.config import ArchitectureConfig, Fields
-from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, expert_layout, load_experts
+from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, load_experts
 from penstock.models.families.deepseek import SELECTION_BIAS
 from penstock.models.families.deepseek_v4_config import (
     HEAVY,
@@ -39,7 +39,7 @@ from penstock.models.families.deepseek_v4_config import (
     huggingface_config,
 )
 from penstock.models.layers import LayerLoader, RMSNorm
-from penstock.models.layout import Layout
+from penstock.models.layout import Layout, StoredRows
 from penstock.models.recurrent import HybridDecoder, LayerCache
 from penstock.models.rope import rope_table
 from penstock.models.sharding import scaled
@@ -220,6 +220,7 @@ class StreamLayer:
 class DeepseekV4(HybridDecoder):
     name = "deepseek_v4"
     huggingface_names: ClassVar[tuple[str, ...]] = ("DeepseekV4ForCausalLM", "deepseek_v4")
+    stored_names = _NAMES
     records_graphs = False  # what is attended to depends on the context's length
     config: DeepseekV4Config
 
@@ -258,9 +259,12 @@ class DeepseekV4(HybridDecoder):
         return huggingface_config(fields, cls.name)
 
     @classmethod
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return {}
+
+    @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        usual = expert_layout(config, _NAMES, rows={})
-        return dataclasses.replace(usual, has_usual_adapters=True)
+        return dataclasses.replace(super().layout(config), has_usual_adapters=True)
 
     def rope_tables(self) -> list[Tensor]:
         return list({id(each): each for each in self._ropes.values()}.values())

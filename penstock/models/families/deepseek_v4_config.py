@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 from penstock.core.errors import ModelLoadError
@@ -14,6 +13,7 @@ from penstock.models.config import (
     NotNative,
     RecurrentConfig,
     RopeConfig,
+    extended,
 )
 from penstock.models.huggingface_config import (
     common_huggingface_config,
@@ -63,21 +63,21 @@ def huggingface_config(fields: Fields, architecture: str) -> DeepseekV4Config:
     rope_dim = fields.integer("qk_rope_head_dim", int(size * share))
     plain = {key: value for key, value in fields.values.items() if not key.startswith(("rope_", "partial_"))}
     ropes = _ropes(fields, rope_dim)
-    changed = {"head_dim": rope_dim, "num_key_value_heads": 1}
     inner = fields.integer("moe_intermediate_size")
-    base = common_huggingface_config(
-        Fields({"intermediate_size": inner, **plain, **changed}, fields.where), architecture
-    )
+    changed = Fields(plain, fields.where).with_usual(intermediate_size=inner)
+    changed = changed.changed(head_dim=rope_dim, num_key_value_heads=1)
+    base = common_huggingface_config(changed, architecture)
     kinds, hashed = _kinds(fields, base.num_layers)
     rates = {SPARSE: 4, HEAVY: 128, **_rates(fields)}
     compressed = frozenset(index for index, kind in enumerate(kinds) if kind != WINDOW)
-    settings = {each.name: getattr(base, each.name) for each in dataclasses.fields(base)}
-    settings |= {
-        "rope": ropes[0],
-        "attention_scale": float(size**-0.5),
-        "activation": "limited_silu",
-        "recurrent": RecurrentConfig(layers=compressed, conv_width=1) if compressed else None,
-        "experts": ExpertsConfig(
+    return extended(
+        base,
+        DeepseekV4Config,
+        rope=ropes[0],
+        attention_scale=float(size**-0.5),
+        activation="limited_silu",
+        recurrent=RecurrentConfig(layers=compressed, conv_width=1) if compressed else None,
+        experts=ExpertsConfig(
             count=fields.integer("n_routed_experts"),
             per_token=fields.integer("num_experts_per_tok"),
             intermediate_size=inner,
@@ -85,9 +85,6 @@ def huggingface_config(fields: Fields, architecture: str) -> DeepseekV4Config:
             shared_intermediate_size=inner,
             weight_scale=fields.number("routed_scaling_factor", 1.5),
         ),
-    }
-    return DeepseekV4Config(
-        **settings,
         kinds=kinds,
         rates=rates,
         hashed_layers=hashed,

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, extended
 from penstock.models.experts import add_mlp
 from penstock.models.gguf_config import common_gguf_config
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
-from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout
-from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_config, mamba_rows
+from penstock.models.layout import Layout, StoredRows
+from penstock.models.mamba import BAMBA_NAMES, Mamba2Mixer, load_mamba, mamba_config, mamba_rows
 from penstock.models.recurrent import HybridDecoder, LayerCache
 
 
@@ -45,29 +44,28 @@ class FalconH1(HybridDecoder):
     name = "falcon_h1"
     huggingface_names = ("FalconH1ForCausalLM", "falcon_h1")
     gguf_names = ("falcon-h1",)
+    attention_bias = False
+    mlp_bias = False
+    stored_names = BAMBA_NAMES
     config: FalconH1Config
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        common = common_huggingface_config(fields, cls.name)
+        common = super().config_from_huggingface(fields)
         mlp_scales = _factors(fields, "mlp_multipliers", 2)
         recurrent = mamba_config(fields, frozenset(range(common.num_layers)), common.hidden_size)
-        return FalconH1Config(
-            **{field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-            | {
-                "recurrent": dataclasses.replace(
-                    recurrent,
-                    has_norm=fields.flag("mamba_rms_norm", False),
-                    gates_first=not fields.flag("mamba_norm_before_gate", True),
-                    output_bias=fields.flag("projectors_bias", False),
-                ),
-                "qkv_bias": fields.flag("attention_bias", False),
-                "output_bias": fields.flag("attention_bias", False),
-                "mlp_bias": fields.flag("mlp_bias", False),
-                "attention_scale": common.attention_scale * fields.number("key_multiplier", 1.0),
-                "embedding_scale": fields.number("embedding_multiplier", 1.0),
-                "logit_scale": fields.number("lm_head_multiplier", 1.0),
-            },
+        return extended(
+            common,
+            FalconH1Config,
+            recurrent=dataclasses.replace(
+                recurrent,
+                has_norm=fields.flag("mamba_rms_norm", False),
+                gates_first=not fields.flag("mamba_norm_before_gate", True),
+                output_bias=fields.flag("projectors_bias", False),
+            ),
+            attention_scale=common.attention_scale * fields.number("key_multiplier", 1.0),
+            embedding_scale=fields.number("embedding_multiplier", 1.0),
+            logit_scale=fields.number("lm_head_multiplier", 1.0),
             attention_in_scale=fields.number("attention_in_multiplier", 1.0),
             attention_out_scale=fields.number("attention_out_multiplier", 1.0),
             mixer_in_scale=fields.number("ssm_in_multiplier", 1.0),
@@ -80,10 +78,10 @@ class FalconH1(HybridDecoder):
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         """Read the settings. Converters multiply the weights with all factors, and gate in front of the norm."""
-        common = common_gguf_config(file, cls.name)
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        return FalconH1Config(
-            **(shared | {"recurrent": gguf_mamba_config(file)}),
+        return extended(
+            common_gguf_config(file, cls.name),
+            FalconH1Config,
+            recurrent=gguf_mamba_config(file),
             attention_in_scale=1.0,
             attention_out_scale=1.0,
             mixer_in_scale=1.0,
@@ -98,14 +96,9 @@ class FalconH1(HybridDecoder):
         # The name of this norm has no ".weight" in files.
         return gguf_mamba_layout(config, "mamba", {"ffn_norm": "post_attention_layernorm.weight"})
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "final_layernorm": "norm",
-            "pre_ff_layernorm": "post_attention_layernorm",
-            "feed_forward": "mlp",
-        }
-        return Layout(names=names, cut=mamba_rows(config, "mamba"))
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        return mamba_rows(config, "mamba")
 
     def load_layer(self, load: LayerLoader) -> FalconH1Layer:
         return FalconH1Layer(

@@ -16,15 +16,12 @@ from penstock.models.config import ArchitectureConfig, Fields, RopeConfig
 from penstock.models.decoder import Decoder, PreNormDecoder
 from penstock.models.gguf_config import common_gguf_config, gguf_windows, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import (
-    common_huggingface_config,
-    layer_windows,
+    read_windows,
     ropes_by_layer_kind,
     windows_by_pattern,
 )
 from penstock.models.layers import LayerLoader, SandwichLayer
-from penstock.models.layout import Layout
 from penstock.models.weights import WeightLoader
 
 # Published config.json files leave out values that equal these.
@@ -56,8 +53,7 @@ Settings = TypeVar("Settings", bound=ArchitectureConfig)
 
 def _with_defaults(fields: Fields) -> Fields:
     """Add values that the files leave out."""
-    defaults = {"head_dim": 256, "tie_word_embeddings": True}
-    return Fields({**defaults, **fields.values, "hidden_act": None}, fields.where)
+    return fields.with_usual(head_dim=256, tie_word_embeddings=True).changed(hidden_act=None)
 
 
 def rounded_scale(config: Settings, loader: WeightLoader) -> Settings:
@@ -72,24 +68,19 @@ class Gemma(PreNormDecoder):
     name = "gemma"
     huggingface_names = ("GemmaForCausalLM", "gemma")
     gguf_names = ("gemma",)
+    attention_bias = False
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         # The first files name exact gelu, and the models were trained with the approximation.
         usual = fields.text("hidden_act", "gelu") == "gelu"
         activation = "gelu_tanh" if usual else fields.activation("hidden_act", "gelu_pytorch_tanh")
-        fields = _with_defaults(fields)
-        return dataclasses.replace(
-            common_huggingface_config(fields, cls.name),
-            qkv_bias=fields.flag("attention_bias", False),
-            output_bias=fields.flag("attention_bias", False),
-            activation=activation,
-            norm_offset=1.0,
-        )
+        config = super().config_from_huggingface(_with_defaults(fields))
+        return dataclasses.replace(config, activation=activation, norm_offset=1.0)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return dataclasses.replace(common_gguf_config(file, cls.name), activation="gelu_tanh")
+        return dataclasses.replace(super().config_from_gguf(file), activation="gelu_tanh")
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(rounded_scale(config, loader), loader, max_model_len)
@@ -102,23 +93,24 @@ class Gemma2(Decoder):
     name = "gemma2"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM", "gemma2")
     gguf_names: ClassVar[tuple[str, ...]] = ("gemma2",)
+    attention_bias = False
     mlp_norm_name = "pre_feedforward_layernorm"
-    has_head_norms: ClassVar[bool] = False
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields = _with_defaults(fields)
-        config = common_huggingface_config(fields, cls.name)
-        window = fields.integer("sliding_window", 4096)
-        listed = layer_windows(fields, config.num_layers, window)
+        config = super().config_from_huggingface(fields)
         return dataclasses.replace(
             config,
-            windows=windows_by_pattern(window, 2, config.num_layers) if listed is None else listed,
+            windows=read_windows(fields, config.num_layers, 2, 4096),
             attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
             attention_softcap=fields.optional_number("attn_logit_softcapping"),
             logit_softcap=fields.optional_number("final_logit_softcapping"),
-            qkv_bias=fields.flag("attention_bias", False),
-            output_bias=fields.flag("attention_bias", False),
             activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
             norm_offset=1.0,
         )
@@ -138,23 +130,13 @@ class Gemma2(Decoder):
             activation="gelu_tanh",
         )
 
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(
-            {
-                "post_attention_norm": "post_attention_layernorm",
-                "ffn_norm": "pre_feedforward_layernorm",
-                "post_ffw_norm": "post_feedforward_layernorm",
-            }
-        )
-
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(rounded_scale(config, loader), loader, max_model_len)
 
     def load_layer(self, load: LayerLoader) -> SandwichLayer:
         return SandwichLayer(
             attention_norm=load.rms_norm("input_layernorm"),
-            attention=load.attention(head_norms=self.has_head_norms),
+            attention=self.load_attention(load),
             after_attention_norm=load.rms_norm("post_attention_layernorm"),
             mlp_norm=load.rms_norm("pre_feedforward_layernorm"),
             mlp=load.gated_mlp(),
@@ -191,20 +173,12 @@ class Gemma3(Gemma2):
                 f"{fields.where} asks for attention in both directions, which a model that writes text does not have."
             )
         rope, local_rope, plain = ropes_by_layer_kind(fields, _WHOLE_THETA, _LOCAL_THETA)
-        config = common_huggingface_config(plain, cls.name)
-        return dataclasses.replace(
-            config,
-            rope=rope,
-            local_rope=local_rope,
-            windows=_windows(fields, config.num_layers),
-            attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
-            attention_softcap=fields.optional_number("attn_logit_softcapping"),
-            logit_softcap=fields.optional_number("final_logit_softcapping"),
-            qkv_bias=fields.flag("attention_bias", False),
-            output_bias=fields.flag("attention_bias", False),
-            activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
-            norm_offset=1.0,
+        period = fields.integer(
+            "sliding_window_pattern", fields.integer("_sliding_window_pattern", _DEFAULT_PATTERN)
         )
+        config = super().config_from_huggingface(plain)
+        windows = read_windows(fields, config.num_layers, period)
+        return dataclasses.replace(config, rope=rope, local_rope=local_rope, windows=windows)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -219,17 +193,6 @@ class Gemma3(Gemma2):
             logit_softcap=fields.optional_number("final_logit_softcapping"),
             activation="gelu_tanh",
         )
-
-
-def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    window = fields.integer("sliding_window")
-    listed = layer_windows(fields, num_layers, window)
-    if listed is not None:
-        return listed
-    pattern = fields.integer(
-        "sliding_window_pattern", fields.integer("_sliding_window_pattern", _DEFAULT_PATTERN)
-    )
-    return windows_by_pattern(window, pattern, num_layers)
 
 
 def _gguf_scale(config: ArchitectureConfig, num_layers_of_27b: int) -> float:

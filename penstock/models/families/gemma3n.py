@@ -3,7 +3,6 @@ reads one and corrects all, a narrow layer beside attention, and MLPs of which m
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, Fields, NotNative
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, extended
 from penstock.models.families.gemma4 import Gemma4, Gemma4Attention, LayerInput
 from penstock.models.families.gemma4_config import Gemma4Config, huggingface_config
 from penstock.models.huggingface_config import rope_parameters
@@ -124,18 +123,19 @@ class Gemma3n(Gemma4):
             if len(set(sizes)) != 1:
                 raise NotNative(f"{fields.where} has MLPs of different sizes.")
             sizes = sizes[0]
-        changes = {
-            "layer_types": kinds,
-            "intermediate_size": sizes,
-            "global_head_dim": fields.integer("head_dim"),
-            "rope_parameters": _ropes(fields),
-        }
-        base = huggingface_config(Fields({**fields.values, **changes}, fields.where), cls.name)
+        changed = fields.changed(
+            layer_types=kinds,
+            intermediate_size=sizes,
+            global_head_dim=fields.integer("head_dim"),
+            rope_parameters=_ropes(fields),
+        )
+        base = huggingface_config(changed, cls.name)
         zeros = fields.raw("activation_sparsity_pattern")
         if zeros is None:
             zeros = [0.95 if index < 10 < num_layers else 0.0 for index in range(num_layers)]
-        return Gemma3nConfig(
-            **{each.name: getattr(base, each.name) for each in dataclasses.fields(base)},
+        return extended(
+            base,
+            Gemma3nConfig,
             num_streams=fields.integer("altup_num_inputs"),
             active=fields.raw("altup_active_idx") or 0,
             narrow_size=fields.integer("laurel_rank"),

@@ -18,13 +18,12 @@ from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ActivationName, ArchitectureConfig, Fields
 from penstock.models.decoder import Decoder
-from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
+from penstock.models.experts import ExpertMLP, load_experts
 from penstock.models.families.gemma import rounded_scale
 from penstock.models.families.gemma4_config import Gemma4Config, HeadKind, gguf_config, huggingface_config
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout
+from penstock.models.layout import Layout, StoredRows
 from penstock.models.rope import rope_table
 from penstock.models.sharding import HeadPart, scaled
 from penstock.models.weights import LinearPart, WeightLoader
@@ -153,6 +152,8 @@ class Gemma4(Decoder):
         "gemma4_unified",
     )
     gguf_names: ClassVar[tuple[str, ...]] = ("gemma4",)
+    stored_names = FOLDER_NAMES
+    gguf_stored_names = GGUF_NAMES
     config: Gemma4Config
 
     @classmethod
@@ -176,14 +177,12 @@ class Gemma4(Decoder):
         return gguf_config(file, cls.name)
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        if config.experts is None:
-            return Layout()
-        return expert_layout(config, FOLDER_NAMES, rows={})
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return {}
 
     @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(GGUF_NAMES, num_experts=num_experts(config))
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return Layout() if config.experts is None else super().layout(config)
 
     def __init__(self, config: Gemma4Config, loader: WeightLoader, max_model_len: int) -> None:
         if loader.shard.num_stages > 1:

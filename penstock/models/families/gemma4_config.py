@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import ModelLoadError
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RopeConfig
+from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, RopeConfig, extended
 from penstock.models.gguf_config import (
     common_gguf_config,
     gguf_experts,
@@ -18,10 +17,9 @@ from penstock.models.gguf_config import (
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import (
     common_huggingface_config,
-    layer_windows,
+    read_windows,
     rope_config,
     rope_parameters,
-    windows_by_pattern,
 )
 
 _ROPES: dict[str, dict[str, Any]] = {
@@ -88,11 +86,9 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
         )
     ropes = rope_parameters(fields)
     plain = {key: value for key, value in fields.values.items() if not key.startswith("rope_")}
-    base = common_huggingface_config(Fields({**plain, "hidden_act": None}, fields.where), name)
-    window = fields.integer("sliding_window")
-    windows = layer_windows(fields, base.num_layers, window)
-    if windows is None:
-        windows = windows_by_pattern(window, 6, base.num_layers)
+    plain_fields = Fields({**plain, "hidden_act": None}, fields.where)
+    base = common_huggingface_config(plain_fields, name, attention_bias=False)
+    windows = read_windows(fields, base.num_layers, 6)
     windows = (*windows[:-1], None)  # the last layer sees the whole context, whatever the file says
     keys_are_values = fields.flag("attention_k_eq_v", False)
     larger = _larger_heads(fields, windows, base.num_kv_heads if not keys_are_values else None)
@@ -104,29 +100,27 @@ def huggingface_config(fields: Fields, name: str) -> Gemma4Config:
 
     whole = kind("full_attention", *larger, shared=keys_are_values)
     windowed = kind("sliding_attention", base.head_dim, base.num_kv_heads, shared=False)
-    settings = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    settings |= {
-        "head_dim": max(whole.head_dim, windowed.head_dim),
-        "num_kv_heads": max(whole.num_kv_heads, windowed.num_kv_heads),
-        "rope": windowed.rope,
-        "windows": windows,
-        "sees_images_in_windows": fields.raw("use_bidirectional_attention") == "vision",
-        "attention_scale": 1.0,
-        "logit_softcap": fields.optional_number("final_logit_softcapping"),
-        "qkv_bias": fields.flag("attention_bias", False),
-        "output_bias": fields.flag("attention_bias", False),
-        "activation": fields.activation("hidden_activation", "gelu_pytorch_tanh"),
-    }
+    experts = None
     if fields.flag("enable_moe_block", False):
-        settings["experts"] = ExpertsConfig(
+        experts = ExpertsConfig(
             count=fields.integer("num_experts"),
             per_token=fields.integer("top_k_experts"),
             intermediate_size=fields.integer("moe_intermediate_size"),
             normalizes=True,
         )
     input_size = fields.raw("hidden_size_per_layer_input")
-    return Gemma4Config(
-        **settings,
+    return extended(
+        base,
+        Gemma4Config,
+        head_dim=max(whole.head_dim, windowed.head_dim),
+        num_kv_heads=max(whole.num_kv_heads, windowed.num_kv_heads),
+        rope=windowed.rope,
+        windows=windows,
+        sees_images_in_windows=fields.raw("use_bidirectional_attention") == "vision",
+        attention_scale=1.0,
+        logit_softcap=fields.optional_number("final_logit_softcapping"),
+        activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
+        experts=experts,
         whole=whole,
         windowed=windowed,
         num_sharing_layers=fields.integer("num_kv_shared_layers")
@@ -170,17 +164,15 @@ def gguf_config(file: GGUFFile, name: str) -> Gemma4Config:
         return HeadKind(head_dim, heads, shared, RopeConfig(fields.number(key, theta)))
 
     windowed = kind(windowed_dim, "rope.freq_base_swa", 10_000.0, has_window=True)
-    settings = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    settings |= {
-        "rope": windowed.rope,
-        "windows": windows,
-        "attention_scale": 1.0,
-        "logit_softcap": fields.optional_number("final_logit_softcapping"),
-        "activation": "gelu_tanh",
-        "experts": gguf_experts(file, base, normalizes=True) if has_experts(file) else None,
-    }
-    return Gemma4Config(
-        **settings,
+    return extended(
+        base,
+        Gemma4Config,
+        rope=windowed.rope,
+        windows=windows,
+        attention_scale=1.0,
+        logit_softcap=fields.optional_number("final_logit_softcapping"),
+        activation="gelu_tanh",
+        experts=gguf_experts(file, base, normalizes=True) if has_experts(file) else None,
         whole=kind(whole_dim, "rope.freq_base", 1_000_000.0, has_window=False),
         windowed=windowed,
         num_sharing_layers=num_sharing,

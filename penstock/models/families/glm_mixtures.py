@@ -14,25 +14,22 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import Decoder
-from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
 from penstock.models.families.mixtures import Glm4Moe
+from penstock.models.families.olmo import with_exaone_windows
 from penstock.models.gguf_config import (
     SIGMOID,
-    common_gguf_config,
-    gguf_experts,
     gguf_windows,
     metadata_fields,
 )
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
 from penstock.models.huggingface_config import (
     common_huggingface_config,
-    layer_kinds,
+    grouped_experts,
     layer_windows,
-    windows_by_pattern,
+    read_windows,
+    rotated_in_windows,
 )
-from penstock.models.layers import Attention, GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout, rotated_rows
+from penstock.models.layers import Attention, LayerLoader, Norm, RMSNorm
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
@@ -43,15 +40,7 @@ class _GlmMixture(Glm4Moe):
     """Rotates whole heads. A family has its own names for what `ExpertsConfig` holds."""
 
     gguf_names: ClassVar[tuple[str, ...]] = ()
-    stored_names: ClassVar[Mapping[str, str]] = {}  # in folders
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, cls.stored_names)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(rows=rotated_rows(config), num_experts=num_experts(config))
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {}
 
 
 class Dots1(_GlmMixture):
@@ -63,8 +52,7 @@ class Dots1(_GlmMixture):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        usual = {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "use_qk_norm": True}
-        fields = Fields({**usual, **fields.values}, fields.where)
+        fields = fields.with_usual(partial_rotary_factor=1.0, norm_topk_prob=False)
         config = super().config_from_huggingface(fields)
         windows = config.windows
         if fields.has("sliding_window"):
@@ -74,9 +62,7 @@ class Dots1(_GlmMixture):
             windows = listed or tuple(
                 window if index >= first else None for index in range(config.num_layers)
             )
-        return dataclasses.replace(
-            config, windows=windows, output_bias=fields.flag("attention_bias", False), head_norms=True
-        )
+        return dataclasses.replace(config, windows=windows, output_bias=config.qkv_bias, head_norms=True)
 
 
 class SolarOpen(_GlmMixture):
@@ -87,14 +73,9 @@ class SolarOpen(_GlmMixture):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        plain = {
-            "partial_rotary_factor": 1.0,
-            **fields.values,
-            "first_k_dense_replace": 0,
-            "use_qk_norm": False,
-        }
-        plain.setdefault("intermediate_size", fields.integer("moe_intermediate_size"))
-        return super().config_from_huggingface(Fields(plain, fields.where))
+        inner = fields.integer("moe_intermediate_size")
+        fields = fields.with_usual(partial_rotary_factor=1.0, intermediate_size=inner)
+        return super().config_from_huggingface(fields.changed(first_k_dense_replace=0, use_qk_norm=False))
 
 
 class HunyuanV3(_GlmMixture):
@@ -108,28 +89,20 @@ class HunyuanV3(_GlmMixture):
         "mlp.expert_bias": f"mlp.{_BIAS}",
         "mlp.shared_mlp": "mlp.shared_experts",
     }
+    gguf_stored_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("exp_probs_b.bias", "exp_probs_b"), f"mlp.{_BIAS}"
+    )
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = common_huggingface_config(fields, cls.name, default_theta=11_158_840.0)
-        has_bias = fields.flag("attention_bias", False)
+        config = common_huggingface_config(
+            fields, cls.name, default_theta=11_158_840.0, attention_bias=False, mlp_bias=False
+        )
         named = fields.renamed({"routed_scaling_factor": "router_scaling_factor"})
         experts = _experts(named, config.num_layers, 1)
         if experts.shared_intermediate_size is None:  # no count: one of the size of a dense layer's MLP
             experts = dataclasses.replace(experts, shared_intermediate_size=config.intermediate_size)
-        return dataclasses.replace(
-            config,
-            qkv_bias=has_bias,
-            output_bias=has_bias,
-            mlp_bias=fields.flag("mlp_bias", False),
-            head_norms=True,
-            experts=experts,
-        )
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = dict.fromkeys(("exp_probs_b.bias", "exp_probs_b"), f"mlp.{_BIAS}")
-        return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
+        return dataclasses.replace(config, head_norms=True, experts=experts)
 
 
 class ExaoneMoe(_GlmMixture):
@@ -144,15 +117,7 @@ class ExaoneMoe(_GlmMixture):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         config = common_huggingface_config(fields, cls.name)
         experts = _experts(fields, config.num_layers, fields.raw("first_k_dense_replace"))
-        config = dataclasses.replace(config, head_norms=True, experts=experts)
-        if not fields.has("sliding_window"):
-            return config
-        window, pattern = fields.integer("sliding_window"), fields.raw("sliding_window_pattern")
-        windows = layer_windows(fields, config.num_layers, window)
-        if windows is None:
-            period = len(pattern) if isinstance(pattern, str) else fields.integer("sliding_window_pattern", 4)
-            windows = windows_by_pattern(window, period, config.num_layers)
-        return _rotated_in_windows(config, windows)
+        return with_exaone_windows(dataclasses.replace(config, head_norms=True, experts=experts), fields)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -160,7 +125,7 @@ class ExaoneMoe(_GlmMixture):
         config = dataclasses.replace(config, num_mtp_layers=0)  # these layers are not native
         if not fields.has("attention.sliding_window"):
             return config
-        return _rotated_in_windows(config, gguf_windows(fields, config.num_layers, 4))
+        return rotated_in_windows(config, gguf_windows(fields, config.num_layers, 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +147,7 @@ class AfmoeLayer:
     attention: GatedAttention
     added_norm: RMSNorm
     mlp_norm: RMSNorm
-    mlp: GatedMLP | ExpertMLP
+    mlp: Norm
     added_mlp_norm: RMSNorm
 
 
@@ -193,54 +158,42 @@ class Afmoe(Decoder):
     name = "afmoe"
     huggingface_names = ("AfmoeForCausalLM", "afmoe")
     gguf_names = ("afmoe",)
+    attention_bias = False
+    gguf_experts_normalize = True
+    gguf_gating = SIGMOID
+    selection_bias = _BIAS
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "mlp.router.gate": "mlp.gate",
+        "mlp.expert_bias": f"mlp.{_BIAS}",
+    }
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "attn_gate": "self_attn.gate_proj",
+    }
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = common_huggingface_config(fields, cls.name)
-        window = fields.integer("sliding_window")
-        windows = layer_windows(fields, config.num_layers, window)
-        if windows is None:
-            windows = windows_by_pattern(
-                window, fields.integer("global_attn_every_n_layers", 4), config.num_layers
-            )
-        has_bias, named = fields.flag("attention_bias", False), {"routed_scaling_factor": "route_scale"}
+        config = super().config_from_huggingface(fields)
+        period = fields.integer("global_attn_every_n_layers", 4)
+        named = fields.renamed({"routed_scaling_factor": "route_scale"})
         config = dataclasses.replace(
             config,
-            qkv_bias=has_bias,
-            output_bias=has_bias,
             embedding_scale=config.hidden_size**0.5 if fields.flag("mup_enabled", False) else 1.0,
-            experts=_experts(fields.renamed(named), config.num_layers, fields.raw("num_dense_layers")),
+            experts=_experts(named, config.num_layers, fields.raw("num_dense_layers")),
         )
-        return _rotated_in_windows(config, windows)
+        return rotated_in_windows(config, read_windows(fields, config.num_layers, period))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
+        config = super().config_from_gguf(file)
         config = dataclasses.replace(
-            config,
-            embedding_scale=config.hidden_size**0.5,  # of all published models
-            experts=gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID),
-        )
-        return _rotated_in_windows(config, gguf_windows(metadata_fields(file), config.num_layers, 4))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"mlp.router.gate": "mlp.gate", "mlp.expert_bias": f"mlp.{_BIAS}"}
-        return expert_layout(config, names)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_mlp_layernorm",
-            "post_ffw_norm": "post_mlp_layernorm",
-            "attn_gate": "self_attn.gate_proj",
-        }
-        return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
+            config, embedding_scale=config.hidden_size**0.5
+        )  # of all published models
+        return rotated_in_windows(config, gguf_windows(metadata_fields(file), config.num_layers, 4))
 
     def load_layer(self, load: LayerLoader) -> AfmoeLayer:
-        experts = self.config.experts
-        assert experts is not None
         width = self.config.num_heads * self.config.head_dim
         gate = load.weights.linear(
             [f"{load.prefix}.self_attn.gate_proj"],
@@ -253,9 +206,7 @@ class Afmoe(Decoder):
             attention=GatedAttention(load.attention(head_norms=True), gate),
             added_norm=load.rms_norm("post_attention_layernorm"),
             mlp_norm=load.rms_norm("pre_mlp_layernorm"),
-            mlp=load.gated_mlp()
-            if load.index in experts.dense_layers
-            else load_experts(load, selection_bias=_BIAS),
+            mlp=self.load_mlp(load),
             added_mlp_norm=load.rms_norm("post_mlp_layernorm"),
         )
 
@@ -270,27 +221,9 @@ class Afmoe(Decoder):
 
 def _experts(fields: Fields, num_layers: int, num_dense: int | None) -> ExpertsConfig:
     """Read the experts of families that list the layers with an MLP, or count the first ones."""
-    kinds = layer_kinds(fields, num_layers, {"dense", "sparse"}, "mlp_layer_types")
-    inner, shared = fields.integer("moe_intermediate_size"), fields.raw("num_shared_experts")
-    return ExpertsConfig(
-        count=fields.integer("num_experts", fields.raw("num_local_experts")),
-        per_token=fields.integer("num_experts_per_tok"),
-        intermediate_size=inner,
-        normalizes=fields.switch("norm_topk_prob", True),
-        dense_layers=frozenset(
-            index
-            for index in range(num_layers)
-            if (index < (num_dense or 0) if kinds is None else kinds[index] == "dense")
-        ),
-        shared_intermediate_size=inner * fields.integer("num_shared_experts") if shared else None,
-        scoring="sigmoid",
-        num_groups=fields.integer("n_group", 1),
-        kept_groups=fields.integer("topk_group", 1),
-        groups_ranked_by=2,
-        weight_scale=fields.number("routed_scaling_factor", 1.0),
+    count = fields.integer("num_experts", fields.raw("num_local_experts"))
+    shared = fields.raw("num_shared_experts")
+    named = fields.changed(
+        n_routed_experts=count, n_shared_experts=shared, first_k_dense_replace=num_dense, moe_layer_freq=None
     )
-
-
-def _rotated_in_windows(config: ArchitectureConfig, windows: tuple[int | None, ...]) -> ArchitectureConfig:
-    unrotated = frozenset(index for index, window in enumerate(windows) if window is None)
-    return dataclasses.replace(config, windows=windows, unrotated_layers=unrotated)
+    return grouped_experts(named, num_layers)

@@ -1,24 +1,24 @@
 """Families in the style of GPT: layer norms with a bias, and MLPs without a gate. GPT-2, GPT-Neo, StarCoder 2,
-GPT-NeoX and Falcon."""
+GPT-NeoX, Falcon, OPT, and StarCoder 1 with SantaCoder (GPTBigCode)."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
-from penstock.kernels.interface import AttentionBatch, KVStore, Ops
-from penstock.models.alibi import alibi_slopes, load_attention
+from penstock.kernels.interface import AttentionBatch, KVStore
+from penstock.models.alibi import AlibiAttention, alibi_slopes, load_attention
 from penstock.models.config import ArchitectureConfig, Fields, NotNative
-from penstock.models.decoder import Decoder
-from penstock.models.gguf_config import common_gguf_config, metadata_fields
+from penstock.models.decoder import BlockDecoder
+from penstock.models.gguf_config import metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
-from penstock.models.layout import Layout, fused_qkv, grouped_qkv, rotated_rows
+from penstock.models.huggingface_config import attention_biases, common_huggingface_config
+from penstock.models.layers import Attention, Block, LayerLoader, Norm, NormKind, load_norm
+from penstock.models.layout import Layout, fused_qkv, grouped_qkv
 from penstock.models.weights import WeightLoader
 
 # The usual names of settings and modules, and GPT-2's.
@@ -40,30 +40,24 @@ GPT2_MODULES = {
     "mlp.c_fc": "mlp.up_proj",
     "mlp.c_proj": "mlp.down_proj",
 }
+# The modules of a layer in the style of NeoX.
+NEOX_MODULES = {
+    "query_key_value": "qkv_proj",
+    "dense_h_to_4h": "up_proj",
+    "dense_4h_to_h": "down_proj",
+    "dense": "o_proj",
+}
 
 
-class GPT(Decoder):
+class GPT(BlockDecoder):
     """A decoder with two layer norms and a plain MLP."""
 
-    def load_layer(self, load: LayerLoader) -> Block:
-        return Block(
-            attention_norm=load.layer_norm("input_layernorm"),
-            attention=load_attention(load),
-            mlp_norm=load.layer_norm("post_attention_layernorm"),
-            mlp=load.plain_mlp(),
-        )
+    eps_setting = "layer_norm_epsilon"
+    norm_kind: ClassVar[NormKind] = "layer"
+    has_gate = False
 
-    def load_final_norm(self, loader: WeightLoader) -> Norm:
-        return load_layer_norm(loader, "model.norm", self.config)
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        if not self.config.parallel_blocks:
-            residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-            residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
-            return
-        attended = layer.attention(ops, layer.attention_norm(ops, residual), cache, batch)
-        made = layer.mlp(ops, layer.mlp_norm(ops, residual))
-        residual.add_(attended).add_(made)
+    def load_attention(self, load: LayerLoader) -> Attention | AlibiAttention:
+        return load_attention(load)
 
 
 class GPT2(GPT):
@@ -72,41 +66,34 @@ class GPT2(GPT):
     name = "gpt2"
     huggingface_names = ("GPT2LMHeadModel", "gpt2")
     gguf_names: ClassVar[tuple[str, ...]] = ("gpt2",)
+    gguf_activation = "gelu_tanh"
+    stored_base = "transformer"
+    stored_names: ClassVar[Mapping[str, str]] = GPT2_MODULES | {
+        "attn.c_attn": "self_attn.qkv_proj",
+        "attn.c_proj": "self_attn.o_proj",
+    }
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {"position_embd": "model.embed_positions"}
+    cut = staticmethod(fused_qkv)
+    gguf_cut = staticmethod(fused_qkv)
     position_offset: ClassVar[int] = 0  # rows of the table in front of the first position
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        fields = fields.renamed(GPT2_SETTINGS)
-        defaults = {"hidden_act": "gelu_new", "tie_word_embeddings": True, "max_position_embeddings": 1024}
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        inner = 4 * fields.integer("hidden_size")
-        fields = Fields({"intermediate_size": inner, **defaults, **given}, fields.where)
+        fields = with_gpt_settings(fields.renamed(GPT2_SETTINGS), max_position_embeddings=1024)
         if not fields.flag("scale_attn_weights", True) or fields.flag(
             "scale_attn_by_inverse_layer_idx", False
         ):
             raise NotNative(f"{fields.where} scales attention in a way that no published GPT-2 does.")
-        config = common_huggingface_config(fields, cls.name, gated=False)
-        return with_biases(
-            dataclasses.replace(config, norm_eps=fields.number("layer_norm_epsilon", 1e-5)), learned=True
-        )
+        return with_biases(super().config_from_huggingface(fields), learned=True)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
-        return with_biases(config, learned=True)
+        return with_biases(super().config_from_gguf(file), learned=True)
 
     @classmethod
     def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = GPT2_MODULES | {
-            "attn.c_attn": "self_attn.qkv_proj",
-            "attn.c_proj": "self_attn.o_proj",
-        }
         transposed = {"self_attn.qkv_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"}
-        return Layout("transformer", names, fused_qkv(config), transposed=frozenset(transposed))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout({"position_embd": "model.embed_positions"}, cut=fused_qkv(config))
+        return dataclasses.replace(super().layout(config), transposed=frozenset(transposed))
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
@@ -139,12 +126,8 @@ class GPTNeo(GPT2):
             "num_attention_heads": "num_heads",
             "hidden_act": "activation_function",
         }
-        fields = fields.renamed(usual)
-        defaults = {"hidden_act": "gelu_new", "tie_word_embeddings": True}
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        inner = 4 * fields.integer("hidden_size")
-        fields = Fields({"intermediate_size": inner, **defaults, **given}, fields.where)
-        config = common_huggingface_config(fields, cls.name, gated=False)
+        fields = with_gpt_settings(fields.renamed(usual))
+        config = common_huggingface_config(fields, cls.name, gated=False, eps_setting=cls.eps_setting)
         groups = fields.raw("attention_types") or [[["global", "local"], config.num_layers // 2]]
         kinds = [kind for pattern, times in groups for kind in pattern * times]
         if len(kinds) != config.num_layers or not set(kinds) <= {"global", "local"}:
@@ -152,7 +135,6 @@ class GPTNeo(GPT2):
         window = fields.integer("window_size", 256)
         config = dataclasses.replace(
             config,
-            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
             attention_scale=1.0,
             windows=tuple(window if kind == "local" else None for kind in kinds),
         )
@@ -167,17 +149,17 @@ class StarCoder2(GPT):
     name = "starcoder2"
     huggingface_names = ("Starcoder2ForCausalLM", "starcoder2")
     gguf_names = ("starcoder2",)
+    eps_setting = "norm_epsilon"
+    gguf_activation = "gelu_tanh"
+    stored_names: ClassVar[Mapping[str, str]] = {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        fields = Fields({"tie_word_embeddings": True, **fields.values}, fields.where)
-        config = common_huggingface_config(fields, cls.name, gated=False)
-        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
+        config = super().config_from_huggingface(fields.with_usual(tie_word_embeddings=True))
         has_bias = fields.flag("use_bias", True)
         return dataclasses.replace(
             config,
-            norm_eps=fields.number("norm_epsilon", 1e-5),
-            windows=(window,) * config.num_layers,
+            windows=(fields.optional_integer("sliding_window"),) * config.num_layers,
             qkv_bias=has_bias,
             output_bias=has_bias,
             mlp_bias=has_bias,
@@ -185,14 +167,9 @@ class StarCoder2(GPT):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
+        config = super().config_from_gguf(file)
         window = metadata_fields(file).raw("attention.sliding_window") or None
         return with_biases(dataclasses.replace(config, windows=(window,) * config.num_layers))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}
-        return Layout(names=names, rows=rotated_rows(config))
 
 
 class GPTNeoX(GPT):
@@ -201,42 +178,33 @@ class GPTNeoX(GPT):
     name = "gpt_neox"
     huggingface_names = ("GPTNeoXForCausalLM", "gpt_neox")
     gguf_names = ("gptneox",)
+    eps_setting = "layer_norm_eps"
+    stored_base = "gpt_neox"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "embed_in": "embed_tokens",
+        "final_layer_norm": "norm",
+        "embed_out": "lm_head",
+        "attention": "self_attn",
+        **NEOX_MODULES,
+    }
+    cut = staticmethod(grouped_qkv)
+    gguf_cut = staticmethod(fused_qkv)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields = fields.renamed({"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"})
-        fields = Fields({"partial_rotary_factor": 0.25, **fields.values}, fields.where)
-        config = with_biases(
-            dataclasses.replace(
-                common_huggingface_config(fields, cls.name, gated=False),
-                norm_eps=fields.number("layer_norm_eps", 1e-5),
-                parallel_blocks=fields.flag("use_parallel_residual", True),
-            )
+        config = super().config_from_huggingface(fields.with_usual(partial_rotary_factor=0.25))
+        return dataclasses.replace(
+            config,
+            parallel_blocks=fields.flag("use_parallel_residual", True),
+            **attention_biases(fields, True),
+            mlp_bias=True,
         )
-        has_bias = fields.flag("attention_bias", True)
-        return dataclasses.replace(config, qkv_bias=has_bias, output_bias=has_bias)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         parallel = metadata_fields(file).flag("use_parallel_residual", True)
-        return with_biases(dataclasses.replace(common_gguf_config(file, cls.name), parallel_blocks=parallel))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "embed_in": "embed_tokens",
-            "final_layer_norm": "norm",
-            "embed_out": "lm_head",
-            "attention.query_key_value": "self_attn.qkv_proj",
-            "attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        }
-        return Layout("gpt_neox", names, grouped_qkv(config), rotated_rows(config))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(cut=fused_qkv(config), rows=rotated_rows(config))
+        return with_biases(dataclasses.replace(super().config_from_gguf(file), parallel_blocks=parallel))
 
 
 class Falcon(GPT):
@@ -245,6 +213,20 @@ class Falcon(GPT):
     name = "falcon"
     huggingface_names = ("FalconForCausalLM", "falcon")
     gguf_names = ("falcon",)
+    stored_base = "transformer"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "word_embeddings": "embed_tokens",
+        "h": "layers",
+        "ln_f": "norm",
+        "ln_attn": "input_layernorm",
+        "ln_mlp": "post_attention_layernorm",
+        "self_attention": "self_attn",
+        **NEOX_MODULES,
+    }
+    # Where there are two norms, the first one is the MLP's.
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {"attn_norm_2": "attention_norm"}
+    cut = staticmethod(grouped_qkv)
+    gguf_cut = staticmethod(fused_qkv)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -259,18 +241,11 @@ class Falcon(GPT):
         kv_heads = 1 if fields.flag("multi_query", True) else heads
         if is_new:
             kv_heads = fields.integer("num_kv_heads", heads)
-        defaults = {
-            "hidden_act": fields.text("activation", "gelu"),
-            "intermediate_size": 4 * fields.integer("hidden_size"),
-            "tie_word_embeddings": True,
-        }
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        fields = Fields({**defaults, **given, "num_key_value_heads": kv_heads}, fields.where)
-        config = common_huggingface_config(fields, cls.name, gated=False)
+        fields = with_gpt_settings(fields, hidden_act=fields.text("activation", "gelu"))
+        config = super().config_from_huggingface(fields.changed(num_key_value_heads=kv_heads))
         has_bias = fields.flag("bias", False)
         return dataclasses.replace(
             config,
-            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
             qkv_bias=has_bias,
             output_bias=has_bias,
             mlp_bias=has_bias,
@@ -280,35 +255,14 @@ class Falcon(GPT):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return dataclasses.replace(common_gguf_config(file, cls.name), parallel_blocks=True)
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "word_embeddings": "embed_tokens",
-            "h": "layers",
-            "ln_f": "norm",
-            "ln_attn": "input_layernorm",
-            "ln_mlp": "post_attention_layernorm",
-            "self_attention.query_key_value": "self_attn.qkv_proj",
-            "self_attention.dense": "self_attn.o_proj",
-            "mlp.dense_h_to_4h": "mlp.up_proj",
-            "mlp.dense_4h_to_h": "mlp.down_proj",
-        }
-        return Layout("transformer", names, grouped_qkv(config), rotated_rows(config))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        # Where there are two norms, the first one is the MLP's.
-        names = {"attn_norm_2": "attention_norm"}
-        return gguf_layout(names, cut=fused_qkv(config), rows=rotated_rows(config))
+        return dataclasses.replace(super().config_from_gguf(file), parallel_blocks=True)
 
     def load_layer(self, load: LayerLoader) -> Block:
-        attention_norm = mlp_norm = load.layer_norm("input_layernorm")
+        attention_norm = mlp_norm = load.norm("input_layernorm", "layer")
         if load.weights.has(f"{load.prefix}.post_attention_layernorm.weight"):
-            mlp_norm = load.layer_norm("post_attention_layernorm")
+            mlp_norm = load.norm("post_attention_layernorm", "layer")
         elif load.weights.has(f"{load.prefix}.attention_norm.weight"):
-            attention_norm = load.layer_norm("attention_norm")
+            attention_norm = load.norm("attention_norm", "layer")
         return Block(attention_norm, load_attention(load), mlp_norm, load.plain_mlp())
 
 
@@ -318,9 +272,81 @@ def _falcon_slopes(config: ArchitectureConfig) -> dict[str, Any]:
     return {"slopes": tuple(slopes), "unrotated_layers": frozenset(range(config.num_layers))}
 
 
+def with_gpt_settings(fields: Fields, **usual: Any) -> Fields:
+    """Return the settings with those that files in the style of GPT-2 leave out, or have as a null."""
+    common = {
+        "hidden_act": "gelu_new",
+        "intermediate_size": 4 * fields.integer("hidden_size"),
+        "tie_word_embeddings": True,
+    }
+    return fields.with_usual_for_nulls(**common | usual)
+
+
 def with_biases(config: ArchitectureConfig, *, learned: bool = False) -> ArchitectureConfig:
     """Return settings with a bias for every product. Positions that are `learned` rotate no heads."""
     unrotated = frozenset(range(config.num_layers)) if learned else config.unrotated_layers
     return dataclasses.replace(
         config, qkv_bias=True, output_bias=True, mlp_bias=True, unrotated_layers=unrotated
     )
+
+
+class OPT(GPT2):
+    """OPT, with norms before attention and MLP, as all sizes but 350M have them."""
+
+    name = "opt"
+    huggingface_names = ("OPTForCausalLM", "opt")
+    gguf_names: ClassVar[tuple[str, ...]] = ()
+    position_offset = 2
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        names = {"intermediate_size": "ffn_dim", "hidden_act": "activation_function"}
+        fields = fields.renamed(names).with_usual(hidden_act="relu", tie_word_embeddings=True)
+        usual = {"do_layer_norm_before": True, "_remove_final_layer_norm": False,
+                 "layer_norm_elementwise_affine": True}  # fmt: skip
+        odd = next((key for key, value in usual.items() if fields.flag(key, value) != value), None)
+        width = fields.integer("hidden_size")
+        if odd is not None or fields.integer("word_embed_proj_dim", width) != width:
+            raise NotNative(
+                f"{fields.where} has {odd or 'word_embed_proj_dim'} as OPT 350M has, alone of all sizes."
+            )
+        config = common_huggingface_config(fields, cls.name, gated=False)
+        has_bias = fields.flag("enable_bias", True)
+        config = with_biases(dataclasses.replace(config, norm_eps=1e-5), learned=True)
+        return dataclasses.replace(config, qkv_bias=has_bias, output_bias=has_bias, mlp_bias=has_bias)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        names = {
+            "self_attn_layer_norm": "input_layernorm",
+            # The last norm of the model has the same name, and so becomes this one without a layer.
+            "final_layer_norm": "post_attention_layernorm",
+            "fc1": "mlp.up_proj",
+            "fc2": "mlp.down_proj",
+            "self_attn.out_proj": "self_attn.o_proj",
+        }
+        return Layout("model.decoder", names, old_base="decoder")
+
+    def load_final_norm(self, loader: WeightLoader) -> Norm:
+        return load_norm(loader, "model.post_attention_layernorm", self.config, "layer")
+
+
+class GPTBigCode(GPT2):
+    """StarCoder 1 and SantaCoder: GPT-2 with one head of keys and values for all queries."""
+
+    name = "gpt_bigcode"
+    huggingface_names = ("GPTBigCodeForCausalLM", "gpt_bigcode")
+    gguf_names = ("starcoder",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields = fields.renamed(GPT2_SETTINGS)
+        activation = fields.raw("hidden_act") or "gelu_pytorch_tanh"
+        heads = 1 if fields.flag("multi_query", True) else fields.integer("num_attention_heads")
+        changed = fields.changed(hidden_act=activation, num_key_value_heads=heads)
+        return super().config_from_huggingface(changed)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        rows = fused_qkv(config) if config.num_kv_heads == 1 else grouped_qkv(config)
+        return Layout(cls.stored_base, cls.stored_names, rows)

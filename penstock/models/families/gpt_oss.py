@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 from penstock.kernels.interface import SWIGLU_ALPHA, SWIGLU_LIMIT
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
+from penstock.models.config import ArchitectureConfig, Fields, NotNative
 from penstock.models.decoder import DecoderLayer, PreNormDecoder
-from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
-from penstock.models.gguf_config import common_gguf_config, gguf_experts, gguf_windows, metadata_fields
+from penstock.models.experts import ExpertMLP, load_experts
+from penstock.models.gguf_config import gguf_windows, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config, layer_windows, windows_by_pattern
+from penstock.models.huggingface_config import mixtral_experts, read_windows
 from penstock.models.layers import LayerLoader
-from penstock.models.layout import Layout, StackedPart
+from penstock.models.layout import StackedPart
 
 _GATE_UP = ("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias")
 _EXPERTS = {
@@ -27,6 +28,14 @@ class GptOss(PreNormDecoder):
     name = "gpt_oss"
     huggingface_names = ("GptOssForCausalLM", "gpt_oss")
     gguf_names = ("gpt-oss",)
+    attention_bias = True
+    gguf_experts_normalize = True
+    stored_names: ClassVar[Mapping[str, str]] = {"router": "gate"}
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {
+        "attn_sinks.weight": "self_attn.sinks",
+        "post_attention_norm": "post_attention_layernorm",
+    }
+    stacked_experts = _EXPERTS
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -35,49 +44,22 @@ class GptOss(PreNormDecoder):
             raise NotNative(
                 f"{fields.where} clamps gates in another way than gpt-oss: limit and alpha {limits}."
             )
-        config = common_huggingface_config(fields, cls.name)
-        window = fields.integer("sliding_window", 128)
-        has_bias = fields.flag("attention_bias", True)
+        config = super().config_from_huggingface(fields)
         return dataclasses.replace(
             config,
-            windows=layer_windows(fields, config.num_layers, window) or _windows(window, config.num_layers),
-            qkv_bias=has_bias,
-            output_bias=has_bias,
+            windows=read_windows(fields, config.num_layers, 2, 128),
             activation="clamped_swiglu",
-            experts=ExpertsConfig(
-                count=fields.integer("num_local_experts"),
-                per_token=fields.integer("num_experts_per_tok"),
-                intermediate_size=fields.integer("intermediate_size"),
-                normalizes=True,  # the softmax of the chosen logits
-            ),
+            experts=mixtral_experts(fields),
         )
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
+        config = super().config_from_gguf(file)
         rope = config.rope
         if rope.scaling is not None:
             rope = dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, truncate=False))
-        flags = gguf_windows(metadata_fields(file), config.num_layers, 2)
-        return dataclasses.replace(
-            config,
-            rope=rope,
-            windows=flags,
-            activation="clamped_swiglu",
-            experts=gguf_experts(file, config, normalizes=True),
-        )
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, {"router": "gate"}, _EXPERTS)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "attn_sinks.weight": "self_attn.sinks",
-            "post_attention_norm": "post_attention_layernorm",
-        }
-        return gguf_layout(names, num_experts=num_experts(config))
+        windows = gguf_windows(metadata_fields(file), config.num_layers, 2)
+        return dataclasses.replace(config, rope=rope, windows=windows, activation="clamped_swiglu")
 
     def load_layer(self, load: LayerLoader) -> DecoderLayer:
         layer = super().load_layer(load)
@@ -88,7 +70,3 @@ class GptOss(PreNormDecoder):
 
     def load_mlp(self, load: LayerLoader) -> ExpertMLP:
         return load_experts(load, bias=True)
-
-
-def _windows(window: int, num_layers: int) -> tuple[int | None, ...]:
-    return windows_by_pattern(window, 2, num_layers)

@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from penstock.core.errors import ModelLoadError
 from penstock.models.config import ArchitectureConfig, Fields
-from penstock.models.families.gpt import GPT2_SETTINGS
+from penstock.models.families.gpt import GPT2_SETTINGS, with_gpt_settings
 from penstock.models.families.phi import Phi
 from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layout import Layout, StoredRows, rotated_rows
+from penstock.models.layout import StoredRows
 
 _CODEGEN_PARTS = 4  # of the fused matrix, each with the queries, values and keys of its heads
-_NAMES = {
-    "wte": "embed_tokens",
-    "h": "layers",
-    "ln_1": "input_layernorm",
-    "ln_f": "norm",
-    "attn": "self_attn",
-    "out_proj": "o_proj",
-    "fc_in": "up_proj",
-    "fc_out": "down_proj",
-}
 
 
 class GPTJ(Phi):
@@ -32,30 +24,33 @@ class GPTJ(Phi):
     name = "gptj"
     huggingface_names = ("GPTJForCausalLM", "gptj")
     gguf_names = ()
+    eps_setting = "layer_norm_epsilon"
+    is_interleaved = True
+    stored_base = "transformer"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "wte": "embed_tokens",
+        "h": "layers",
+        "ln_1": "input_layernorm",
+        "ln_f": "norm",
+        "attn": "self_attn",
+        "out_proj": "o_proj",
+        "fc_in": "up_proj",
+        "fc_out": "down_proj",
+    }
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields = fields.renamed(GPT2_SETTINGS)
         if not fields.has("rotary_dim"):
             raise ModelLoadError(f"{fields.where} has no rotary_dim, which every published model has.")
-        size = fields.integer("hidden_size")
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        head_dim = size // fields.integer("num_attention_heads")
-        defaults = {
-            "hidden_act": "gelu_new",
-            "intermediate_size": 4 * size,
-            "partial_rotary_factor": fields.integer("rotary_dim") / head_dim,
-            "tie_word_embeddings": False,
-        }
-        fields = Fields({**defaults, **given}, fields.where)
-        config = common_huggingface_config(fields, cls.name, gated=False)
-        return dataclasses.replace(
-            config, norm_eps=fields.number("layer_norm_epsilon", 1e-5), mlp_bias=True, head_bias=True
+        head_dim = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+        fields = with_gpt_settings(
+            fields,
+            partial_rotary_factor=fields.integer("rotary_dim") / head_dim,
+            tie_word_embeddings=False,
         )
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout("transformer", _NAMES, rows=rotated_rows(config, interleaved=True))
+        config = common_huggingface_config(fields, cls.name, gated=False, eps_setting=cls.eps_setting)
+        return dataclasses.replace(config, mlp_bias=True, head_bias=True, parallel_blocks=True)
 
 
 class CodeGen(GPTJ):
@@ -64,16 +59,15 @@ class CodeGen(GPTJ):
     name = "codegen"
     huggingface_names = ("CodeGenForCausalLM", "codegen")
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
         total = 3 * config.num_heads * config.head_dim
         if config.num_heads % _CODEGEN_PARTS:
             raise ModelLoadError(
                 f"CodeGen has {config.num_heads} heads, and needs a multiple of {_CODEGEN_PARTS}."
             )
         rows = torch.arange(total).view(_CODEGEN_PARTS, 3, -1)
-        cut = {
+        return {
             f"self_attn.{part}_proj": StoredRows("self_attn.qkv_proj", total, rows[:, index].flatten())
             for index, part in enumerate("qvk")
         }
-        return Layout("transformer", _NAMES, cut, rotated_rows(config, interleaved=True))

@@ -4,6 +4,7 @@ rotated, and angles that a factor of the base stretches."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,14 +13,9 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative, RopeConfig
-from penstock.models.decoder import Decoder
-from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
-from penstock.models.gguf_config import common_gguf_config, gguf_experts
-from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config, rope_parameters
-from penstock.models.layers import Attention, Block, GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout
+from penstock.models.decoder import BlockDecoder
+from penstock.models.huggingface_config import rope_parameters
+from penstock.models.layers import Attention, LayerLoader, RMSNorm
 from penstock.models.rope import identity_table
 from penstock.models.weights import WeightLoader
 
@@ -55,10 +51,12 @@ class NormedAfterRope:
         return norm(ops, heads.reshape(-1, heads.shape[2])).view(len(heads), -1)
 
 
-class HunyuanDense(Decoder):
+class HunyuanDense(BlockDecoder):
     name = "hunyuan_v1_dense"
     huggingface_names: ClassVar[tuple[str, ...]] = ("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense")
     gguf_names: ClassVar[tuple[str, ...]] = ("hunyuan-dense",)
+    attention_bias = False
+    stored_names: ClassVar[Mapping[str, str]] = _NAMES
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         self._unrotated = identity_table(config.head_dim, max_model_len).to(loader.ops.device)
@@ -66,53 +64,33 @@ class HunyuanDense(Decoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = common_huggingface_config(fields, cls.name)
+        config = super().config_from_huggingface(fields)
         rope = Fields(rope_parameters(fields), fields.where)
         if rope.text("rope_type", rope.text("type", "default")) == "dynamic" and rope.has("alpha"):
             stretch = rope.number("alpha") ** (config.head_dim / (config.head_dim - 2))
             config = dataclasses.replace(config, rope=RopeConfig(config.rope.theta * stretch))
-        has_bias = fields.flag("attention_bias", False)
-        return dataclasses.replace(config, qkv_bias=has_bias, output_bias=has_bias)
+        return config
 
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return common_gguf_config(file, cls.name)
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(names=_NAMES)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(num_experts=num_experts(config))
-
-    def load_layer(self, load: LayerLoader) -> Block:
+    def load_attention(self, load: LayerLoader) -> NormedAfterRope:
         plain, size, eps = load.attention(), self.config.head_dim, self.config.norm_eps
         norms = (
             RMSNorm(load.weights.vector(f"{load.prefix}.self_attn.{part}_norm.weight", size), eps)
             for part in "qk"
         )
         unrotated = dataclasses.replace(plain.layer, rope=self._unrotated)
-        attention = NormedAfterRope(dataclasses.replace(plain, layer=unrotated), load.rope, *norms)
-        return Block(
-            attention_norm=load.rms_norm("input_layernorm"),
-            attention=attention,
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=self.load_mlp(load),
-        )
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        return load.gated_mlp()
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+        return NormedAfterRope(dataclasses.replace(plain, layer=unrotated), load.rope, *norms)
 
 
 class HunyuanMoe(HunyuanDense):
     name = "hunyuan_v1_moe"
     huggingface_names = ("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe")
     gguf_names = ("hunyuan-moe",)
+    gguf_experts_normalize = True
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "mlp.gate.wg": "mlp.gate",
+        "mlp.shared_mlp": "mlp.shared_experts",
+        **_NAMES,
+    }
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -125,19 +103,6 @@ class HunyuanMoe(HunyuanDense):
             shared_intermediate_size=config.intermediate_size,
         )
         return dataclasses.replace(config, experts=experts)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = super().config_from_gguf(file)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"mlp.gate.wg": "mlp.gate", "mlp.shared_mlp": "mlp.shared_experts", **_NAMES}
-        return expert_layout(config, names)
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        return load_experts(load)
 
 
 def _of_all_layers(fields: Fields, key: str) -> int:

@@ -1,9 +1,11 @@
 """Kimi Linear: most layers are delta nets whose keys have a decay for each channel, and some are attention over
-latents without positions. MLPs are those of DeepSeek V3."""
+latents without positions. MLPs are those of DeepSeek V3. In Ling 3 decays are bounded, attention over latents has
+positions and a gate for each head, and decays and gates come from one product each."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,14 +16,9 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
 from penstock.kernels.states import ChannelDeltaLayer, StateShapes
-from penstock.models.config import ArchitectureConfig, Fields, NotNative, RecurrentConfig
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, RecurrentConfig, extended
 from penstock.models.experts import (
     MIXTRAL_NAMES,
-    ExpertMLP,
-    add_mlp,
-    expert_layout,
-    load_experts,
-    num_experts,
 )
 from penstock.models.families.deepseek import (
     GGUF_NAMES,
@@ -29,18 +26,17 @@ from penstock.models.families.deepseek import (
     LatentAttention,
     latent_config,
     latent_gguf_config,
+    latent_rows,
     load_latent_attention,
 )
 from penstock.models.gguf_config import layers_without_heads, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import layer_kinds
-from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout
+from penstock.models.huggingface_config import layer_kinds, layers_of_kind
+from penstock.models.layers import LayerLoader, RMSNorm
+from penstock.models.layout import Layout, StoredRows
 from penstock.models.recurrent import (
     ConvWeights,
     HybridDecoder,
-    LayerCache,
     StateMixer,
     load_convs,
     log_of_decay,
@@ -113,19 +109,13 @@ class KimiDelta(StateMixer):
         return (normed * torch.sigmoid(gate.float())).to(projected.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class KimiLayer:
-    norm: RMSNorm
-    attention: LatentAttention | None
-    mixer: KimiDelta | None
-    mlp_norm: RMSNorm
-    mlp: GatedMLP | ExpertMLP
-
-
 class KimiLinear(HybridDecoder):
     name = "kimi_linear"
     huggingface_names: ClassVar[tuple[str, ...]] = ("KimiLinearForCausalLM", "kimi_linear")
     gguf_names: ClassVar[tuple[str, ...]] = ("kimi-linear",)
+    selection_bias = SELECTION_BIAS
+    stored_names: ClassVar[Mapping[str, str]] = MIXTRAL_NAMES
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {**GGUF_NAMES, **_GGUF_DELTA}
 
     def __init__(self, config: ArchitectureConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
@@ -139,8 +129,7 @@ class KimiLinear(HybridDecoder):
         if not fields.flag("mla_use_nope", True):
             raise NotNative(f"{fields.where} asks for rope, which Kimi Linear does not have.")
         fields.require_silu()
-        values = {"rope_interleave": False, "first_k_dense_replace": 1, **fields.values}
-        renamed = Fields(values, fields.where).renamed(SETTINGS)
+        renamed = fields.with_usual(rope_interleave=False, first_k_dense_replace=1).renamed(SETTINGS)
         config = latent_config(
             renamed, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True
         )
@@ -181,44 +170,25 @@ class KimiLinear(HybridDecoder):
         )
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, MIXTRAL_NAMES, rows={})
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return {}
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(
-            {**GGUF_NAMES, **_GGUF_DELTA},
-            num_experts=num_experts(config),
-            changed={"self_attn.A_log": log_of_decay},
-        )
+        return dataclasses.replace(super().gguf_layout(config), changed={"self_attn.A_log": log_of_decay})
 
-    def load_layer(self, load: LayerLoader) -> KimiLayer:
-        is_delta = load.index in recurrent_settings(load.config).layers
-        experts = load.config.experts
-        is_dense = experts is None or load.index in experts.dense_layers
-        return KimiLayer(
-            norm=load.rms_norm("input_layernorm"),
-            attention=None if is_delta else load_latent_attention(load),
-            mixer=load_delta(load) if is_delta else None,
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp() if is_dense else load_experts(load, selection_bias=SELECTION_BIAS),
-        )
+    def load_attention(self, load: LayerLoader) -> LatentAttention:
+        return load_latent_attention(load)
 
-    def run_layer(
-        self, layer: KimiLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
-    ) -> None:
-        if layer.attention is not None:
-            layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
-        elif layer.mixer is not None:
-            layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
-        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+    def load_mixer(self, load: LayerLoader) -> KimiDelta:
+        return load_delta(load)
 
 
 def _delta_layers(fields: Fields, nested: Fields, num_layers: int) -> frozenset[int]:
     """Return the layers that are delta nets. The makers' files count layers from 1."""
     kinds = layer_kinds(fields, num_layers, {"linear_attention", "full_attention"})
     if kinds is not None:
-        return frozenset(index for index, kind in enumerate(kinds) if kind == "linear_attention")
+        return layers_of_kind(kinds, "linear_attention")
     if not nested.has("kda_layers"):
         return frozenset(index for index in range(num_layers) if index == 0 or index % 4)
     listed = [nested.raw(key) for key in ("kda_layers", "full_attn_layers")]
@@ -274,3 +244,72 @@ def load_delta(
         output=load.weights.linear([f"{prefix}.o_proj"], [hidden], size, part=LinearPart(columns=own)),
         bounded=bounded,
     )
+
+
+_QUERY = "delta_q"  # of delta nets, which have the name of other queries in files, and another order of rows
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BailingConfig(ArchitectureConfig):
+    least_decay: float | None  # its logarithm
+
+
+class BailingHybrid(KimiLinear):
+    name = "bailing_hybrid"
+    huggingface_names = ("BailingHybridForCausalLM", "bailing_hybrid")
+    gguf_names = ()
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "word_embeddings": "embed_tokens",
+        "attention": "self_attn",
+        "dense": "o_proj",
+        "expert_bias": "e_score_correction_bias",
+    }
+    config: BailingConfig
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        fields.require_silu()
+        renamed = fields.renamed(SETTINGS)
+        base = latent_config(renamed, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True)
+        kinds = layer_kinds(fields, base.num_layers, {"linear_attention", "full_attention"})
+        period = fields.integer("layer_group_size", 6)
+        # Transformers writes a second name for the size of these heads, as it overwrites the first.
+        width = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
+        recurrent = RecurrentConfig(
+            layers=frozenset(
+                index
+                for index in range(base.num_layers)
+                if ((index + 1) % period if kinds is None else kinds[index] == "linear_attention")
+            ),
+            conv_width=fields.integer("short_conv_kernel_size", 4),
+            num_heads=base.num_heads,
+            head_dim=width,
+            state_size=width,
+        )
+        lower = fields.raw("kda_lower_bound")
+        if not isinstance(lower, int | float | None) or (lower is not None and not -80 < lower < 0):
+            raise ModelLoadError(
+                f"{fields.where} has kda_lower_bound {lower!r}, which is no logarithm of a decay."
+            )
+        least = (-5.0 if lower is None else float(lower)) if fields.flag("kda_safe_gate", True) else None
+        return extended(base, BailingConfig, recurrent=recurrent, least_decay=least)
+
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        settings = recurrent_settings(config)
+        size = settings.num_heads * settings.head_dim
+        return {f"self_attn.{_QUERY}_proj": StoredRows("self_attn.q_proj", size, torch.arange(size))}
+
+    @classmethod
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return latent_rows(config)
+
+    @classmethod
+    def layout(cls, config: ArchitectureConfig) -> Layout:
+        return dataclasses.replace(super().layout(config), has_usual_adapters=True)
+
+    def load_attention(self, load: LayerLoader) -> LatentAttention:
+        return load_latent_attention(load, is_gated=True)
+
+    def load_mixer(self, load: LayerLoader) -> KimiDelta:
+        return load_delta(load, query=_QUERY, is_narrow=False, lower=self.config.least_decay)

@@ -13,14 +13,12 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
-from penstock.models.decoder import Decoder
-from penstock.models.experts import expert_layout, load_experts, num_experts
-from penstock.models.gguf_config import common_gguf_config, gguf_experts, metadata_fields
+from penstock.models.decoder import BlockDecoder
+from penstock.models.experts import ExpertMLP, load_experts
+from penstock.models.gguf_config import metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layers import Attention, Block, LayerLoader
-from penstock.models.layout import Layout, StackedPart, rotated_rows
+from penstock.models.layers import Attention, GatedMLP, LayerLoader
+from penstock.models.layout import StackedPart
 
 _GATE_UP = ("mlp.experts.gate_up_proj", "")
 _EXPERTS = {
@@ -51,7 +49,7 @@ class TunedAttention:
         return ops.add_up(ops.linear(ops.attend(qkv, layer, cache, batch), self.inner.output))
 
 
-class Llama4(Decoder):
+class Llama4(BlockDecoder):
     name = "llama4"
     huggingface_names = (
         "Llama4ForCausalLM",
@@ -60,11 +58,18 @@ class Llama4(Decoder):
         "llama4",
     )
     gguf_names = ("llama4",)
+    attention_bias = False
+    gguf_experts_normalize = False
+    is_interleaved = True
+    is_gguf_interleaved = True
+    rotated_norms = "none"
+    stored_names = _NAMES
+    stacked_experts = _EXPERTS
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        fields = Fields({**fields.values, **(fields.raw("text_config") or {})}, fields.where)
-        config = common_huggingface_config(fields, cls.name)
+        fields = fields.changed(**(fields.raw("text_config") or {}))
+        config = super().config_from_huggingface(fields)
         layers = range(config.num_layers)
         rotates = fields.raw("no_rope_layers")  # 1 for a layer with rope, in spite of the name
         if not rotates:
@@ -83,7 +88,6 @@ class Llama4(Decoder):
         step = fields.integer("interleave_moe_layer_step", 1)
         mixtures = fields.raw("moe_layers") or list(range(step - 1, config.num_layers, step))
         inner = fields.integer("intermediate_size")
-        has_bias = fields.flag("attention_bias", False)
         return dataclasses.replace(
             config,
             intermediate_size=fields.integer("intermediate_size_mlp", inner),
@@ -94,8 +98,6 @@ class Llama4(Decoder):
             if fields.flag("attn_temperature_tuning", True)
             else None,
             tuning=fields.number("attn_scale", _TUNING),
-            qkv_bias=has_bias,
-            output_bias=has_bias,
             experts=ExpertsConfig(
                 count=fields.integer("num_local_experts"),
                 per_token=fields.integer("num_experts_per_tok", 1),
@@ -109,8 +111,9 @@ class Llama4(Decoder):
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config, fields = common_gguf_config(file, cls.name), metadata_fields(file)
-        experts = gguf_experts(file, config, normalizes=False)
+        config, fields = super().config_from_gguf(file), metadata_fields(file)
+        experts = config.experts
+        assert experts is not None
         return dataclasses.replace(
             config,
             unrotated_layers=frozenset(range(_PERIOD - 1, config.num_layers, _PERIOD)),
@@ -123,30 +126,11 @@ class Llama4(Decoder):
             ),
         )
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, interleaved=True, head_norms=False)
-        return expert_layout(config, _NAMES, _EXPERTS, rows)
+    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
+        is_dense = self.config.is_dense(load.index)
+        return load.gated_mlp() if is_dense else load_experts(load, weighs_input=True)
 
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, interleaved=True, head_norms=False)
-        return gguf_layout(rows=rows, num_experts=num_experts(config))
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        config, experts = self.config, self.config.experts
-        assert experts is not None
-        is_dense = load.index in experts.dense_layers
-        return Block(
-            attention_norm=load.rms_norm("input_layernorm"),
-            attention=self._load_attention(load),
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp(intermediate_size=config.intermediate_size)
-            if is_dense
-            else load_experts(load, weighs_input=True),
-        )
-
-    def _load_attention(self, load: LayerLoader) -> Attention | TunedAttention:
+    def load_attention(self, load: LayerLoader) -> Attention | TunedAttention:
         config, attention = self.config, load.attention()
         if load.index in config.unrotated_layers:
             if config.tuned_from is None:
@@ -158,7 +142,3 @@ class Llama4(Decoder):
         ones = torch.ones(config.head_dim, device=load.weights.ops.device) if config.head_norms else None
         layer = dataclasses.replace(attention.layer, chunk=config.attention_chunk, q_norm=ones, k_norm=ones)
         return dataclasses.replace(attention, layer=layer)
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))

@@ -8,8 +8,9 @@ layers are repeated, and values are padded with zeros.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +18,16 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
-from penstock.models.decoder import Decoder
-from penstock.models.experts import expert_layout, load_experts
-from penstock.models.gguf_file import GGUFFile
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, extended
+from penstock.models.decoder import BlockDecoder
 from penstock.models.huggingface_config import (
     common_huggingface_config,
-    layer_kinds,
+    grouped_experts,
     layer_windows,
     ropes_by_layer_kind,
 )
-from penstock.models.layers import Block, LayerLoader
-from penstock.models.layout import Layout, rotated_rows
+from penstock.models.layers import LayerLoader
+from penstock.models.layout import StoredRows
 from penstock.models.rope import pair_order
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
@@ -83,9 +82,12 @@ class MiMoV2Attention:
         return ops.add_up(ops.linear(made, self.output))
 
 
-class MiMoV2Flash(Decoder):
+class MiMoV2Flash(BlockDecoder):
     name = "mimo_v2_flash"
     huggingface_names = ("MiMoV2FlashForCausalLM", "mimo_v2_flash")
+    selection_bias = "gate.e_score_correction_bias"
+    stored_names: ClassVar[Mapping[str, str]] = {"self_attn.attention_sink_bias": "self_attn.sinks"}
+    rotated_norms = "none"
     config: MiMoV2Config
 
     @classmethod
@@ -96,68 +98,34 @@ class MiMoV2Flash(Decoder):
         config = common_huggingface_config(_without_share(plain), cls.name)
         if local_rope.rotary_dim != rope.rotary_dim:
             raise NotNative(f"{fields.where} rotates other parts of heads in layers with a window.")
-        kinds = layer_kinds(fields, config.num_layers, {"dense", "sparse"}, "mlp_layer_types")
         window = fields.integer("sliding_window", 129)
-        has_bias = fields.flag("attention_bias", False)
-        settings = {name: getattr(config, name) for name in ArchitectureConfig.__dataclass_fields__}
-        return MiMoV2Config(
-            **settings
-            | {
-                "rope": rope,
-                "local_rope": local_rope,
-                "windows": layer_windows(fields, config.num_layers, window)
-                or tuple(
-                    None if index == 0 or (index + 1) % _PERIOD == 0 else window
-                    for index in range(config.num_layers)
-                ),
-                "num_kv_heads": fields.integer("swa_num_key_value_heads", 2 * config.num_kv_heads),
-                "qkv_bias": has_bias,
-                "experts": ExpertsConfig(
-                    count=fields.integer("n_routed_experts"),
-                    per_token=fields.integer("num_experts_per_tok"),
-                    intermediate_size=fields.integer("moe_intermediate_size"),
-                    normalizes=fields.flag("norm_topk_prob", True),
-                    dense_layers=frozenset(
-                        index
-                        for index in range(config.num_layers)
-                        if (index == 0 if kinds is None else kinds[index] == "dense")
-                    ),
-                    scoring="sigmoid",
-                    num_groups=fields.integer("n_group", 1),
-                    kept_groups=fields.integer("topk_group", 1),
-                    groups_ranked_by=2,
-                    weight_scale=fields.number("routed_scaling_factor", 1.0),
-                ),
-            },
+        return extended(
+            config,
+            MiMoV2Config,
+            rope=rope,
+            local_rope=local_rope,
+            windows=layer_windows(fields, config.num_layers, window)
+            or tuple(
+                None if index == 0 or (index + 1) % _PERIOD == 0 else window
+                for index in range(config.num_layers)
+            ),
+            num_kv_heads=fields.integer("swa_num_key_value_heads", 2 * config.num_kv_heads),
+            qkv_bias=fields.flag("attention_bias", False),
+            experts=grouped_experts(
+                fields.changed(first_k_dense_replace=1, moe_layer_freq=None), config.num_layers
+            ),
             whole_kv_heads=config.num_kv_heads,
             value_dim=fields.integer("v_head_dim", 128),
             value_scale=fields.number("attention_value_scale", 1.0),
         )
 
     @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        raise ModelLoadError(f"{file.path.name} is a model of MiMo V2, which is read from folders only.")
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, head_norms=False)
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        rows = super().rows(config, interleaved=interleaved)
         rows.pop("self_attn.k_proj", None)  # attention reorders keys, of which layers have different numbers
-        return expert_layout(config, {"self_attn.attention_sink_bias": "self_attn.sinks"}, rows=rows)
+        return rows
 
-    def load_layer(self, load: LayerLoader) -> Block:
-        experts = self.config.experts
-        assert experts is not None
-        is_dense = load.index in experts.dense_layers
-        return Block(
-            attention_norm=load.rms_norm("input_layernorm"),
-            attention=self._load_attention(load),
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp()
-            if is_dense
-            else load_experts(load, selection_bias="gate.e_score_correction_bias"),
-        )
-
-    def _load_attention(self, load: LayerLoader) -> MiMoV2Attention:
+    def load_attention(self, load: LayerLoader) -> MiMoV2Attention:
         config, weights, prefix = self.config, load.weights, f"{load.prefix}.self_attn"
         has_window = config.windows[load.index] is not None
         count = config.num_kv_heads if has_window else config.whole_kv_heads
@@ -190,10 +158,6 @@ class MiMoV2Flash(Decoder):
                 part=LinearPart(columns=scaled(load.heads.queries, config.value_dim)),
             ),
         )
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
 
 
 def _without_share(fields: Fields) -> Fields:

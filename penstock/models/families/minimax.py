@@ -4,8 +4,9 @@ other names for settings, and the same tensors."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,17 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.kernels.states import ScanLayer, StateShapes
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative, RecurrentConfig
-from penstock.models.experts import FUSED_EXPERTS, MIXTRAL_NAMES, ExpertMLP, load_experts, num_experts
-from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
-from penstock.models.layers import Attention, LayerLoader, RMSNorm
-from penstock.models.layout import Layout, StoredRows, rotated_rows
-from penstock.models.recurrent import HybridDecoder, LayerCache, StateMixer, recurrent_settings
+from penstock.models.config import ArchitectureConfig, Fields, NotNative, RecurrentConfig, extended
+from penstock.models.experts import MIXTRAL_NAMES
+from penstock.models.huggingface_config import (
+    common_huggingface_config,
+    layer_kinds,
+    layers_of_kind,
+    mixtral_experts,
+)
+from penstock.models.layers import LayerLoader, RMSNorm
+from penstock.models.layout import StoredRows
+from penstock.models.recurrent import HybridDecoder, LayerCache, StateMixer
 from penstock.models.sharding import balanced, scaled
 from penstock.models.weights import LinearPart
 
@@ -68,18 +74,14 @@ class LightningAttention(StateMixer):
         return (normed * torch.sigmoid(projected[:, 3 * width :].float())).to(projected.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class MiniMaxLayer:
-    norm: RMSNorm
-    attention: Attention | None
-    mixer: LightningAttention | None
-    mlp_norm: RMSNorm
-    mlp: ExpertMLP
-
-
 class MiniMax(HybridDecoder):
     name = "minimax"
     huggingface_names = ("MiniMaxForCausalLM", "minimax", *_MAKERS_NAMES)
+    rotated_norms = "none"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        **MIXTRAL_NAMES,
+        "self_attn.output_gate": "self_attn.gate_proj",
+    }
     config: MiniMaxConfig
 
     @classmethod
@@ -93,66 +95,43 @@ class MiniMax(HybridDecoder):
             kinds = tuple(
                 ("full_attention", "linear_attention")[index % 2] for index in range(base.num_layers)
             )
-        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
 
         def factors(name: str) -> tuple[float, float]:
             return fields.number(f"{name}_alpha_factor", 1.0), fields.number(f"{name}_beta_factor", 1.0)
 
-        settings = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-        settings |= {
-            "windows": (window,) * base.num_layers,
-            "experts": ExpertsConfig(
-                count=fields.integer("num_local_experts", 8),
-                per_token=fields.integer("num_experts_per_tok", 2),
-                intermediate_size=base.intermediate_size,
-                normalizes=True,
-            ),
-            "recurrent": RecurrentConfig(
-                layers=frozenset(index for index, kind in enumerate(kinds) if kind == "linear_attention"),
+        return extended(
+            base,
+            MiniMaxConfig,
+            windows=(fields.optional_integer("sliding_window"),) * base.num_layers,
+            experts=mixtral_experts(fields.with_usual_for_nulls(num_local_experts=8, num_experts_per_tok=2)),
+            recurrent=RecurrentConfig(
+                layers=layers_of_kind(kinds, "linear_attention"),
                 conv_width=1,
                 num_heads=base.num_heads,
                 head_dim=base.head_dim,
                 num_groups=base.num_heads,
                 state_size=base.head_dim,
             ),
-        }
-        return MiniMaxConfig(
-            **settings,
             linear_factors=factors("linear_attn"),
             attention_factors=factors("full_attn"),
             mlp_factors=factors("mlp"),
         )
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
         """Return the rows of lightning attention, whose queries, keys and values lie side by side for each head."""
         stored, size = "self_attn.qkv_proj", config.num_heads * config.head_dim
         rows = torch.arange(3 * size).view(config.num_heads, 3, config.head_dim)
-        cut = {
+        return {
             f"self_attn.{part}_proj": StoredRows(stored, 3 * size, rows[:, index].flatten())
             for index, part in enumerate(("query", "key", "value"))
         }
-        names = {**MIXTRAL_NAMES, "self_attn.output_gate": "self_attn.gate_proj"}
-        return Layout(
-            names=names,
-            cut=cut,
-            rows=rotated_rows(config, head_norms=False),
-            experts=FUSED_EXPERTS,
-            num_experts=num_experts(config),
-        )
 
-    def load_layer(self, load: LayerLoader) -> MiniMaxLayer:
-        is_linear = load.index in recurrent_settings(load.config).layers
-        return MiniMaxLayer(
-            norm=load.rms_norm("input_layernorm"),
-            attention=None if is_linear else load.attention(),
-            mixer=_load_lightning(load) if is_linear else None,
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load_experts(load),
-        )
+    def load_mixer(self, load: LayerLoader) -> LightningAttention:
+        return _load_lightning(load)
 
     def run_layer(
-        self, layer: MiniMaxLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
+        self, layer: Any, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
     ) -> None:
         hidden = layer.norm(ops, residual)
         if layer.mixer is not None:

@@ -4,38 +4,29 @@ Granite and Phi 3.5."""
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 
-from penstock.kernels.interface import AttentionBatch, Ops
+from penstock.kernels.interface import Ops
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative
-from penstock.models.decoder import Decoder, PreNormDecoder
+from penstock.models.decoder import BlockDecoder, PreNormDecoder
 from penstock.models.experts import (
     GRANITE_EXPERTS,
     MIXTRAL_NAMES,
-    ExpertMLP,
-    expert_layout,
-    load_experts,
-    num_experts,
 )
-from penstock.models.families.granite import Granite
-from penstock.models.families.llama import Llama
-from penstock.models.gguf_config import SIGMOID, common_gguf_config, gguf_experts, metadata_fields
+from penstock.models.families.llama import Ernie45, Granite
+from penstock.models.gguf_config import SIGMOID, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
+from penstock.models.huggingface_config import grouped_experts, mixtral_experts
 from penstock.models.layers import (
-    Block,
     ChangedAttention,
     Clipped,
-    GatedMLP,
     LayerLoader,
-    Norm,
-    load_layer_norm,
+    WideNorms,
 )
-from penstock.models.layout import Layout, fused_rows, rotated_rows
-from penstock.models.weights import WeightLoader
+from penstock.models.layout import StoredRows, fused_rows
 
 _SELECTION_BIAS = "gate.e_score_correction_bias"
 
@@ -46,56 +37,25 @@ class Glm4Moe(PreNormDecoder):
     name = "glm4_moe"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Glm4MoeForCausalLM", "glm4_moe")
     gguf_names: ClassVar[tuple[str, ...]] = ("glm4moe",)
+    gguf_experts_normalize = True
+    gguf_gating = SIGMOID  # files of some converters do not say
+    selection_bias: ClassVar[str | None] = _SELECTION_BIAS
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {"post_attention_norm": "post_attention_layernorm"}
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        fields = Fields({"partial_rotary_factor": 0.5, **fields.values}, fields.where)
-        config = common_huggingface_config(fields, cls.name)
-        inner, shared = fields.integer("moe_intermediate_size"), fields.raw("n_shared_experts")
-        experts = ExpertsConfig(
-            count=fields.integer("n_routed_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=inner,
-            normalizes=fields.switch("norm_topk_prob", True),
-            dense_layers=frozenset(range(fields.raw("first_k_dense_replace") or 0)),
-            shared_intermediate_size=inner * fields.integer("n_shared_experts") if shared else None,
-            scoring="sigmoid",
-            num_groups=fields.integer("n_group", 1),
-            kept_groups=fields.integer("topk_group", 1),
-            groups_ranked_by=2,
-            weight_scale=fields.number("routed_scaling_factor", 1.0),
-        )
+        config = super().config_from_huggingface(fields.with_usual(partial_rotary_factor=0.5))
         return dataclasses.replace(
             config,
             qkv_bias=fields.flag("attention_bias", False),
             head_norms=fields.flag("use_qk_norm", False),
-            experts=experts,
+            experts=grouped_experts(fields, config.num_layers),
         )
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
-        return dataclasses.replace(
-            config,
-            head_norms="blk.0.attn_q_norm.weight" in file.tensors,
-            # Files of some converters do not say how experts are chosen.
-            experts=gguf_experts(file, config, normalizes=True, usual_gating=SIGMOID),
-        )
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"post_attention_norm": "post_attention_layernorm"}
-        return gguf_layout(names, rows=rotated_rows(config), num_experts=num_experts(config))
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        assert self.config.experts is not None
-        if load.index in self.config.experts.dense_layers:
-            return load.gated_mlp()
-        return load_experts(load, selection_bias=_SELECTION_BIAS)
+        has_norms = "blk.0.attn_q_norm.weight" in file.tensors
+        return dataclasses.replace(super().config_from_gguf(file), head_norms=has_norms)
 
 
 class DeepseekMoe(Glm4Moe):
@@ -104,109 +64,57 @@ class DeepseekMoe(Glm4Moe):
     name = "deepseek"
     huggingface_names = ("DeepseekForCausalLM", "deepseek", "deepseek_ocr2_text")
     gguf_names: ClassVar[tuple[str, ...]] = ()
+    mlp_bias = False
+    selection_bias = None
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        usual = {"partial_rotary_factor": 1.0, "norm_topk_prob": False, "num_experts_per_tok": 6}
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        fields = Fields({**usual, **given}, fields.where)
-        config = super().config_from_huggingface(fields)
-        assert config.experts is not None
-        kinds = layer_kinds(fields, config.num_layers, {"dense", "sparse"}, "mlp_layer_types")
+        fields = fields.with_usual_for_nulls(
+            partial_rotary_factor=1.0, norm_topk_prob=False, num_experts_per_tok=6
+        )
         if fields.text("scoring_func", "softmax") != "softmax" or fields.integer("moe_layer_freq", 1) != 1:
             raise NotNative(f"{fields.where} has experts that no published DeepSeek MoE has.")
-        dense = config.experts.dense_layers
-        if kinds is not None:
-            dense = frozenset(index for index, kind in enumerate(kinds) if kind == "dense")
-        has_bias, grouped = config.qkv_bias, fields.text("topk_method", "greedy") == "group_limited_greedy"
-        return dataclasses.replace(
-            config,
-            output_bias=has_bias,
-            mlp_bias=fields.flag("mlp_bias", False),
-            experts=dataclasses.replace(
-                config.experts,
-                scoring="softmax",
-                dense_layers=dense,
-                num_groups=config.experts.num_groups if grouped else 1,
-                kept_groups=config.experts.kept_groups if grouped else 1,
-                groups_ranked_by=1,
-            ),
-        )
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        assert self.config.experts is not None
-        is_dense = load.index in self.config.experts.dense_layers
-        return load.gated_mlp() if is_dense else load_experts(load)
+        config = super().config_from_huggingface(fields)
+        grouped = fields.text("topk_method", "greedy") == "group_limited_greedy"
+        experts = grouped_experts(fields, config.num_layers, scoring="softmax", grouped=grouped, ranked_by=1)
+        return dataclasses.replace(config, output_bias=config.qkv_bias, experts=experts)
 
 
-class _Mixture(Decoder):
-    """Layers in Llama's style whose attention or norms no backend runs in one call."""
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        return Block(
-            attention_norm=load.rms_norm("input_layernorm"),
-            attention=ChangedAttention(load.attention(), load.wide_norms()),
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load_experts(load),
-        )
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, head_norms=False)
-        return gguf_layout(rows=rows, num_experts=num_experts(config))
-
-
-class MiniMaxM2(_Mixture):
+class MiniMaxM2(BlockDecoder):
     """MiniMax M2: norms over all query heads and all key heads, and experts chosen by sigmoids with a bias."""
 
     name = "minimax_m2"
     huggingface_names = ("MiniMaxM2ForCausalLM", "minimax_m2")
     gguf_names = ("minimax-m2",)
+    gguf_experts_normalize = True
+    selection_bias = _SELECTION_BIAS
+    rotated_norms = "wide"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "block_sparse_moe.e_score_correction_bias": f"mlp.{_SELECTION_BIAS}",
+        **MIXTRAL_NAMES,
+    }
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         if fields.has("rotary_dim"):
             share = fields.integer("rotary_dim") / fields.integer("head_dim")
-            fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
-        experts = ExpertsConfig(
-            count=fields.integer("num_local_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=fields.integer("intermediate_size"),
-            normalizes=True,
-            scoring="sigmoid",
-        )
-        return dataclasses.replace(common_huggingface_config(fields, cls.name), experts=experts)
+            fields = fields.changed(partial_rotary_factor=share)
+        experts = dataclasses.replace(mixtral_experts(fields), scoring="sigmoid")
+        return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
 
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"block_sparse_moe.e_score_correction_bias": f"mlp.{_SELECTION_BIAS}", **MIXTRAL_NAMES}
-        return expert_layout(config, names, rows=rotated_rows(config, head_norms=False, wide_norms=True))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, head_norms=False, wide_norms=True)
-        return gguf_layout(rows=rows, num_experts=num_experts(config))
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        mlp = load_experts(load, selection_bias=_SELECTION_BIAS)
-        return dataclasses.replace(super().load_layer(load), mlp=mlp)
+    def load_attention(self, load: LayerLoader) -> ChangedAttention:
+        return ChangedAttention(load.attention(), load.wide_norms())
 
 
-class Olmoe(_Mixture):
+class Olmoe(BlockDecoder):
     """OLMoE: norms over all query heads and all key heads, and maybe limits on queries, keys and values."""
 
     name = "olmoe"
     huggingface_names = ("OlmoeForCausalLM", "olmoe")
     gguf_names = ("olmoe",)
+    attention_bias = False
+    gguf_experts_normalize = False
+    rotated_norms = "wide"
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -216,62 +124,41 @@ class Olmoe(_Mixture):
             intermediate_size=fields.integer("intermediate_size"),
             normalizes=fields.switch("norm_topk_prob", False),
         )
-        has_bias = fields.flag("attention_bias", False)
-        return dataclasses.replace(
-            common_huggingface_config(fields, cls.name),
-            experts=experts,
-            qkv_bias=has_bias,
-            output_bias=has_bias,
-            qkv_limit=fields.optional_number("clip_qkv"),
-        )
+        limit = fields.optional_number("clip_qkv")
+        return dataclasses.replace(super().config_from_huggingface(fields), experts=experts, qkv_limit=limit)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
         limit = metadata_fields(file).optional_number("attention.clamp_kqv")
-        experts = gguf_experts(file, config, normalizes=False)
-        return dataclasses.replace(config, experts=experts, qkv_limit=limit)
+        return dataclasses.replace(super().config_from_gguf(file), qkv_limit=limit)
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, rows={})
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        layer, limit = super().load_layer(load), self.config.qkv_limit
-        if limit is None:
-            return layer
-        assert isinstance(layer.attention, ChangedAttention)
-        norms = layer.attention.change
-        limited = ChangedAttention(layer.attention.inner, _Chained((norms, Clipped(limit))))
-        return dataclasses.replace(layer, attention=limited)
+    def load_attention(self, load: LayerLoader) -> ChangedAttention:
+        norms, limit = load.wide_norms(), self.config.qkv_limit
+        return ChangedAttention(load.attention(), norms if limit is None else _Clipped(norms, Clipped(limit)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Chained:
-    steps: tuple[Norm, ...]
+class _Clipped:
+    norms: WideNorms
+    limit: Clipped
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
-        for step in self.steps:
-            x = step(ops, x)
-        return x
+        return self.limit(ops, self.norms(ops, x))
 
 
-class Ernie45Moe(Llama):
-    """Ernie 4.5 with experts: rotary pairs of neighbours, and a bias where experts are chosen."""
+class Ernie45Moe(Ernie45):
+    """Ernie 4.5 with experts, and a bias where experts are chosen."""
 
     name = "ernie4_5_moe"
     huggingface_names = ("Ernie4_5_MoeForCausalLM", "ernie4_5_moe")
-    gguf_names: ClassVar[tuple[str, ...]] = ("ernie4_5-moe",)
+    gguf_names = ("ernie4_5-moe",)
+    gguf_experts_normalize = True
+    selection_bias = _SELECTION_BIAS
+    stored_names: ClassVar[Mapping[str, str]] = {"moe_statics.e_score_correction_bias": _SELECTION_BIAS}
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        has_bias = fields.flag("use_bias", False)
-        config = dataclasses.replace(
-            super().config_from_huggingface(fields),
-            qkv_bias=has_bias,
-            output_bias=has_bias,
-            mlp_bias=has_bias,
-        )
+        config = super().config_from_huggingface(fields)
         inner, shared = fields.integer("moe_intermediate_size"), fields.raw("moe_num_shared_experts")
         period, first = fields.integer("moe_layer_interval", 1), fields.raw("moe_layer_start_index") or 0
         last = fields.raw("moe_layer_end_index")
@@ -289,29 +176,7 @@ class Ernie45Moe(Llama):
             ),
             shared_intermediate_size=inner * fields.integer("moe_num_shared_experts") if shared else None,
         )
-        tied = fields.flag("tie_word_embeddings", True)
-        return dataclasses.replace(config, experts=experts, tie_embeddings=tied)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"moe_statics.e_score_correction_bias": _SELECTION_BIAS}
-        return expert_layout(config, names, rows=rotated_rows(config, interleaved=True))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, interleaved=True)
-        return gguf_layout(rows=rows, num_experts=num_experts(config))
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        assert self.config.experts is not None
-        if load.index in self.config.experts.dense_layers:
-            return load.gated_mlp()
-        return load_experts(load, selection_bias=_SELECTION_BIAS)
+        return dataclasses.replace(config, experts=experts)
 
 
 class GraniteMoe(Granite):
@@ -325,112 +190,61 @@ class GraniteMoe(Granite):
         "granitemoeshared",
     )
     gguf_names = ("granitemoe",)
+    gguf_experts_normalize = True
+    stacked_experts = GRANITE_EXPERTS
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "shared_mlp.input_linear": "mlp.shared_experts.gate_up_proj",
+        "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
+        "block_sparse_moe": "mlp",
+        "router.layer": "gate",
+    }
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        experts = ExpertsConfig(
-            count=fields.integer("num_local_experts"),
-            per_token=fields.integer("num_experts_per_tok"),
-            intermediate_size=fields.integer("intermediate_size"),
-            normalizes=True,  # the softmax of the chosen logits
-            shared_intermediate_size=_shared_size(fields),
-        )
+        key = "shared_intermediate_size"
+        shared = fields.integer(key) if fields.raw(key) else None
+        experts = dataclasses.replace(mixtral_experts(fields), shared_intermediate_size=shared)
         return dataclasses.replace(super().config_from_huggingface(fields), experts=experts)
 
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = super().config_from_gguf(file)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {
-            "shared_mlp.input_linear": "mlp.shared_experts.gate_up_proj",
-            "shared_mlp.output_linear": "mlp.shared_experts.down_proj",
-            "block_sparse_moe": "mlp",
-            "router.layer": "gate",
-        }
-        layout = expert_layout(config, names, GRANITE_EXPERTS)
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
         shared = config.experts.shared_intermediate_size if config.experts is not None else None
         if shared is None:
-            return layout
+            return {}
         halves = {f"mlp.shared_experts.{part}_proj": shared for part in ("gate", "up")}
-        return dataclasses.replace(layout, cut=fused_rows("mlp.shared_experts.gate_up_proj", halves))
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        rows = rotated_rows(config, interleaved=True)
-        return gguf_layout(rows=rows, num_experts=num_experts(config))
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        return Block(
-            attention_norm=load.rms_norm("input_layernorm"),
-            attention=load.attention(),
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load_experts(load),
-        )
+        return fused_rows("mlp.shared_experts.gate_up_proj", halves)
 
 
-def _shared_size(fields: Fields) -> int | None:
-    key = "shared_intermediate_size"
-    return fields.integer(key) if fields.raw(key) else None
-
-
-class PhiMoe(Decoder):
+class PhiMoe(BlockDecoder):
     """Phi 3.5 MoE: layer norms with biases, and two experts whose weights do not sum to 1."""
 
     name = "phimoe"
     huggingface_names = ("PhimoeForCausalLM", "PhiMoEForCausalLM", "phimoe")
     gguf_names = ("phimoe",)
+    attention_bias = False
+    norm_kind = "layer"
+    gguf_experts_normalize = False
+    stored_names: ClassVar[Mapping[str, str]] = {**MIXTRAL_NAMES, "router": "gate"}
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        has_bias = fields.flag("attention_bias", False)
-        experts = ExpertsConfig(
-            count=fields.integer("num_local_experts"),
-            per_token=2,
-            intermediate_size=fields.integer("intermediate_size"),
+        experts = dataclasses.replace(
+            mixtral_experts(fields.changed(num_experts_per_tok=2)),
             normalizes=False,
             scoring="sparsemixer",
             jitter=fields.number("router_jitter_noise", 0.01),
         )
-        config = dataclasses.replace(
-            common_huggingface_config(fields, cls.name),
-            qkv_bias=has_bias,
-            output_bias=has_bias,
+        config = super().config_from_huggingface(fields)
+        return dataclasses.replace(
+            config,
             head_bias=fields.flag("lm_head_bias", False),
             experts=experts,
+            windows=(fields.optional_integer("sliding_window"),) * config.num_layers,
         )
-        if not fields.has("sliding_window"):
-            return config
-        return dataclasses.replace(config, windows=(fields.integer("sliding_window"),) * config.num_layers)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
-        experts = gguf_experts(file, config, normalizes=False)
-        experts = dataclasses.replace(experts, scoring="sparsemixer", jitter=0.01)
+        config = super().config_from_gguf(file)
+        assert config.experts is not None
+        experts = dataclasses.replace(config.experts, scoring="sparsemixer", jitter=0.01)
         return dataclasses.replace(config, experts=experts, head_bias="output.bias" in file.tensors)
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, {**MIXTRAL_NAMES, "router": "gate"})
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(num_experts=num_experts(config))
-
-    def load_layer(self, load: LayerLoader) -> Block:
-        return Block(
-            attention_norm=load.layer_norm("input_layernorm"),
-            attention=load.attention(),
-            mlp_norm=load.layer_norm("post_attention_layernorm"),
-            mlp=load_experts(load),
-        )
-
-    def load_final_norm(self, loader: WeightLoader) -> Norm:
-        return load_layer_norm(loader, "model.norm", self.config)
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        residual.add_(layer.attention(ops, layer.attention_norm(ops, residual), cache, batch))
-        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))

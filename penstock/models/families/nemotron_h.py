@@ -11,8 +11,15 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedExperts, PackedLinear, Routing
-from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields, NotNative, RecurrentConfig
-from penstock.models.experts import expert_routing, num_experts
+from penstock.models.config import (
+    ArchitectureConfig,
+    ExpertsConfig,
+    Fields,
+    NotNative,
+    RecurrentConfig,
+    extended,
+)
+from penstock.models.experts import expert_routing
 from penstock.models.gguf_config import (
     SIGMOID,
     gguf_experts,
@@ -23,10 +30,10 @@ from penstock.models.gguf_config import (
 )
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_states import gguf_mamba_config, gguf_mamba_layout
-from penstock.models.huggingface_config import common_huggingface_config
+from penstock.models.huggingface_config import grouped_experts, layers_of_kind
 from penstock.models.layers import Attention, LayerLoader, PlainMLP, RMSNorm
 from penstock.models.layout import Layout, StackedPart
-from penstock.models.mamba2 import Mamba2Mixer, load_mamba, mamba_rows
+from penstock.models.mamba import Mamba2Mixer, load_mamba, mamba_rows
 from penstock.models.recurrent import HybridDecoder, LayerCache
 from penstock.models.weights import ExpertNames
 
@@ -104,23 +111,23 @@ class NemotronH(HybridDecoder):
     name = "nemotron_h"
     huggingface_names = ("NemotronHForCausalLM", "nemotron_h")
     gguf_names = ("nemotron_h", "nemotron_h_moe")
+    eps_setting = "layer_norm_epsilon"
+    mlp_bias = False
+    has_gate = False
     config: NemotronHConfig
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields.require_silu("mamba_hidden_act")
         kinds = _kinds(fields)
-        values = {
-            **fields.values,
-            "num_hidden_layers": len(kinds),
-            "hidden_act": fields.raw("mlp_hidden_act"),
-        }
-        values["rms_norm_eps"] = fields.number("layer_norm_epsilon", 1e-5)
-        values.setdefault("head_dim", fields.raw("attention_head_dim") or 128)
-        common = common_huggingface_config(Fields(values, fields.where), cls.name, gated=False)
+        head_dim = fields.raw("attention_head_dim") or 128
+        changed = fields.with_usual(head_dim=head_dim).changed(
+            num_hidden_layers=len(kinds), hidden_act=fields.raw("mlp_hidden_act")
+        )
+        common = super().config_from_huggingface(changed)
         has_bias = fields.flag("use_bias", False)
         recurrent = RecurrentConfig(
-            layers=frozenset(index for index, kind in enumerate(kinds) if kind == "mamba"),
+            layers=layers_of_kind(kinds, "mamba"),
             conv_width=fields.integer("conv_kernel", 4),
             conv_bias=fields.flag("use_conv_bias", True),
             bias=has_bias,
@@ -131,15 +138,15 @@ class NemotronH(HybridDecoder):
             state_size=fields.integer("ssm_state_size", 128),
             step_limits=(fields.number("time_step_min", _SHORTEST_STEP), math.inf),
         )
-        changed = {
-            "recurrent": recurrent,
-            "mlp_bias": fields.flag("mlp_bias", False),
-            "unrotated_layers": frozenset(range(len(kinds))),
-            "experts": _experts(fields, kinds),
-        }
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        latent_size = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
-        return NemotronHConfig(**(shared | changed), kinds=kinds, latent_size=latent_size)
+        return extended(
+            common,
+            NemotronHConfig,
+            recurrent=recurrent,
+            unrotated_layers=frozenset(range(len(kinds))),
+            experts=_experts(fields, kinds),
+            kinds=kinds,
+            latent_size=fields.optional_integer("moe_latent_size"),
+        )
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -148,16 +155,16 @@ class NemotronH(HybridDecoder):
         if has_experts(file):
             experts = gguf_experts(file, common, normalizes=True, usual_gating=SIGMOID)
         recurrent = dataclasses.replace(gguf_mamba_config(file), step_limits=(_SHORTEST_STEP, math.inf))
-        changed = {
-            "recurrent": recurrent,
-            "experts": experts,
-            "plain_activation": "relu2",
-            "num_mtp_layers": 0,  # a layer for drafts may be there, and is not read
-        }
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        latent_size = fields.integer("moe_latent_size") if fields.has("moe_latent_size") else None
-        kinds = _gguf_kinds(file, common.num_layers)
-        return NemotronHConfig(**(shared | changed), kinds=kinds, latent_size=latent_size)
+        return extended(
+            common,
+            NemotronHConfig,
+            recurrent=recurrent,
+            experts=experts,
+            plain_activation="relu2",
+            num_mtp_layers=0,  # a layer for drafts may be there, and is not read
+            kinds=_gguf_kinds(file, common.num_layers),
+            latent_size=fields.optional_integer("moe_latent_size"),
+        )
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
@@ -170,7 +177,7 @@ class NemotronH(HybridDecoder):
             names=NAMES,
             cut=mamba_rows(config, "mixer"),
             experts=STACKED,
-            num_experts=num_experts(config),
+            num_experts=config.num_experts,
         )
 
     def load_layer(self, load: LayerLoader) -> NemotronHLayer:
@@ -244,16 +251,8 @@ def _experts(fields: Fields, kinds: tuple[str, ...]) -> ExpertsConfig | None:
         raise NotNative(
             f"{fields.where} asks for experts with the activation {fields.raw('mlp_hidden_act')!r}; known is relu2."
         )
-    return ExpertsConfig(
-        count=fields.integer("n_routed_experts"),
-        per_token=fields.integer("num_experts_per_tok"),
-        intermediate_size=fields.integer("moe_intermediate_size"),
-        normalizes=fields.switch("norm_topk_prob", True),
-        dense_layers=frozenset(index for index, kind in enumerate(kinds) if kind != "moe"),
+    return dataclasses.replace(
+        grouped_experts(fields, len(kinds)),
+        dense_layers=frozenset(range(len(kinds))) - layers_of_kind(kinds, "moe"),
         shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size"),
-        scoring="sigmoid",
-        num_groups=fields.integer("n_group", 1),
-        kept_groups=fields.integer("topk_group", 1),
-        groups_ranked_by=2,
-        weight_scale=fields.number("routed_scaling_factor", 1.0),
     )

@@ -1,22 +1,27 @@
-"""Phi 3 and 4, and Phi 1 and 2."""
+"""Phi 3 and 4; and families whose attention and MLP read the same normed residual: Phi 1 and 2, StableLM 2 (some
+sizes), Command R and R+, and Command R7B and A."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
-from torch import Tensor
-
-from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.models.config import ArchitectureConfig, Fields, NotNative
-from penstock.models.decoder import Decoder, PreNormDecoder
-from penstock.models.gguf_config import common_gguf_config, longrope_of, metadata_fields
+from penstock.models.decoder import BlockDecoder, PreNormDecoder
+from penstock.models.gguf_config import gguf_windows, longrope_of, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layers import Block, LayerLoader, Norm, load_layer_norm
-from penstock.models.layout import Layout, StoredRows, fused_gate_up, fused_qkv, rotated_rows
-from penstock.models.weights import WeightLoader
+from penstock.models.huggingface_config import read_windows, rotated_in_windows
+from penstock.models.layers import (
+    Attention,
+    ChangedAttention,
+    LayerLoader,
+)
+from penstock.models.layout import StoredRows, fused_gate_up, fused_qkv
+
+
+def _cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+    return fused_qkv(config) | fused_gate_up(config.intermediate_size)
 
 
 class Phi3(PreNormDecoder):
@@ -25,82 +30,149 @@ class Phi3(PreNormDecoder):
     name = "phi3"
     huggingface_names = ("Phi3ForCausalLM", "phi3")
     gguf_names = ("phi3",)
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {"ffn_up": "mlp.gate_up_proj"}
+    cut = staticmethod(_cut)
+    gguf_cut = staticmethod(_cut)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = common_huggingface_config(fields, cls.name)
-        window = fields.integer("sliding_window") if fields.has("sliding_window") else None
-        return dataclasses.replace(config, windows=(window,) * config.num_layers)
+        config = super().config_from_huggingface(fields)
+        windows = (fields.optional_integer("sliding_window"),) * config.num_layers
+        return dataclasses.replace(config, windows=windows)
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config, fields = common_gguf_config(file, cls.name), metadata_fields(file)
+        config, fields = super().config_from_gguf(file), metadata_fields(file)
         window = fields.raw("attention.sliding_window") or None
         rope = config.rope
         if rope.scaling is None and "rope_factors_long.weight" in file.tensors:
             rope = dataclasses.replace(rope, scaling=longrope_of(fields))
         return dataclasses.replace(config, rope=rope, windows=(window,) * config.num_layers)
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(cut=cls._cut(config), rows=rotated_rows(config))
 
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"ffn_up": "mlp.gate_up_proj"}
-        return gguf_layout(names, cut=cls._cut(config), rows=rotated_rows(config))
-
-    @staticmethod
-    def _cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
-        return fused_qkv(config) | fused_gate_up(config.intermediate_size)
-
-
-class Phi(Decoder):
+class Phi(BlockDecoder):
     """Attention and MLP read the same normed residual. Heads are rotated in part, and every product has a bias."""
 
     name = "phi"
     huggingface_names = ("PhiForCausalLM", "phi")
     gguf_names: ClassVar[tuple[str, ...]] = ("phi2",)
+    eps_setting = "layer_norm_eps"
+    norm_kind = "layer"
+    shares_norm = True
+    has_gate = False
+    gguf_activation = "gelu_tanh"
+    stored_names: ClassVar[Mapping[str, str]] = {
+        "dense": "o_proj",
+        "fc1": "up_proj",
+        "fc2": "down_proj",
+        "final_layernorm": "norm",
+    }
+    gguf_cut = staticmethod(fused_qkv)
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        fields = Fields(
-            {"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", **fields.values}, fields.where
-        )
+        fields = fields.with_usual(partial_rotary_factor=0.5, hidden_act="gelu_new")
         if fields.flag("qk_layernorm", False):
             raise NotNative(f"{fields.where} asks for qk_layernorm, which no published Phi model has.")
-        return _with_biases(
-            dataclasses.replace(
-                common_huggingface_config(fields, cls.name, gated=False),
-                norm_eps=fields.number("layer_norm_eps", 1e-5),
-            )
+        return _with_biases(super().config_from_huggingface(fields))
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return _with_biases(super().config_from_gguf(file))
+
+
+def _with_biases(config: ArchitectureConfig) -> ArchitectureConfig:
+    """Return settings of a model with a bias for every product, and with one norm for attention and MLP."""
+    return dataclasses.replace(
+        config, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True, parallel_blocks=True
+    )
+
+
+class StableLM(BlockDecoder):
+    name = "stablelm"
+    huggingface_names = ("StableLmForCausalLM", "stablelm")
+    gguf_names = ("stablelm",)
+    eps_setting = "layer_norm_eps"
+    norm_kind = "layer"
+    shares_norm = True
+    stored_names: ClassVar[Mapping[str, str]] = {f"{part}_layernorm.norms": f"{part}_norm" for part in "qk"}
+    rotated_norms = "none"
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        return dataclasses.replace(
+            super().config_from_huggingface(fields.with_usual(partial_rotary_factor=0.25)),
+            qkv_bias=fields.flag("use_qkv_bias", False),
+            parallel_blocks=fields.flag("use_parallel_residual", False),
+            head_norms=fields.flag("qk_layernorm", False),
         )
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = dataclasses.replace(common_gguf_config(file, cls.name), plain_activation="gelu_tanh")
-        return _with_biases(config)
+        return dataclasses.replace(
+            super().config_from_gguf(file),
+            parallel_blocks=metadata_fields(file).flag("use_parallel_residual", False),
+            head_norms="blk.0.attn_q_norm.weight" in file.tensors,
+        )
+
+    def load_attention(self, load: LayerLoader) -> Attention | ChangedAttention:
+        if not self.config.head_norms:
+            return load.attention()
+        return ChangedAttention(load.attention(), load.head_layer_norms(interleaved=False))
+
+
+class Cohere(BlockDecoder):
+    """Command R, and Command R+ with norms of its own for each query and key head. Rotary pairs are neighbours."""
+
+    name = "cohere"
+    huggingface_names: ClassVar[tuple[str, ...]] = ("CohereForCausalLM", "cohere")
+    gguf_names: ClassVar[tuple[str, ...]] = ("command-r",)
+    attention_bias = False
+    eps_setting = "layer_norm_eps"
+    norm_kind = "layer without bias"
+    shares_norm = True
+    is_interleaved = True
+    is_gguf_interleaved = True
+    rotated_norms = "none"
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"dense": "o_proj", "fc1": "up_proj", "fc2": "down_proj", "final_layernorm": "norm"}
-        return Layout(names=names, rows=rotated_rows(config))
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config = super().config_from_huggingface(fields.with_usual(tie_word_embeddings=True))
+        return dataclasses.replace(
+            config,
+            # max_position_embeddings is shorter than the context that the models were made for.
+            max_positions=fields.integer("model_max_length", config.max_positions),
+            logit_scale=fields.number("logit_scale", 0.0625),
+            parallel_blocks=True,
+        )
 
     @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        return gguf_layout(cut=fused_qkv(config), rows=rotated_rows(config))
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        return dataclasses.replace(
+            super().config_from_gguf(file),
+            logit_scale=metadata_fields(file).number("logit_scale", 1.0),
+            parallel_blocks=True,
+        )
 
-    def load_layer(self, load: LayerLoader) -> Block:
-        norm = load.layer_norm("input_layernorm")
-        return Block(attention_norm=norm, attention=load.attention(), mlp_norm=norm, mlp=load.plain_mlp())
-
-    def load_final_norm(self, loader: WeightLoader) -> Norm:
-        return load_layer_norm(loader, "model.norm", self.config)
-
-    def run_layer(self, layer: Block, residual: Tensor, ops: Ops, cache: Any, batch: AttentionBatch) -> None:
-        hidden = layer.attention_norm(ops, residual)
-        residual.add_(layer.attention(ops, hidden, cache, batch)).add_(layer.mlp(ops, hidden))
+    def load_attention(self, load: LayerLoader) -> Attention | ChangedAttention:
+        if not load.weights.has(f"{load.prefix}.self_attn.q_norm.weight"):
+            return load.attention()
+        return ChangedAttention(load.attention(), load.head_layer_norms(interleaved=True))
 
 
-def _with_biases(config: ArchitectureConfig) -> ArchitectureConfig:
-    return dataclasses.replace(config, qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True)
+class Cohere2(Cohere):
+    """Command R7B and A: windows on most layers; the others rotate no heads."""
+
+    name = "cohere2"
+    huggingface_names = ("Cohere2ForCausalLM", "cohere2")
+    gguf_names = ("cohere2",)
+
+    @classmethod
+    def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
+        config, period = super().config_from_huggingface(fields), fields.integer("sliding_window_pattern", 4)
+        return rotated_in_windows(config, read_windows(fields, config.num_layers, period, 4096))
+
+    @classmethod
+    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
+        config = super().config_from_gguf(file)
+        return rotated_in_windows(config, gguf_windows(metadata_fields(file), config.num_layers, 4))

@@ -4,16 +4,14 @@ mixture of experts, of which Qwen 2 MoE has one more expert for every token."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from penstock.models.config import ArchitectureConfig, ExpertsConfig, Fields
 from penstock.models.decoder import PreNormDecoder
-from penstock.models.experts import ExpertMLP, expert_layout, load_experts, num_experts
-from penstock.models.gguf_config import common_gguf_config, gguf_experts
+from penstock.models.experts import SHARED_NAMES
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.gguf_source import gguf_layout
-from penstock.models.huggingface_config import common_huggingface_config, layer_windows
-from penstock.models.layers import GatedMLP, LayerLoader
+from penstock.models.huggingface_config import layer_windows
 from penstock.models.layout import Layout
 
 
@@ -24,12 +22,12 @@ class Qwen2(PreNormDecoder):
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        config = common_huggingface_config(fields, cls.name)
+        config = super().config_from_huggingface(fields)
         return _windows(fields, dataclasses.replace(config, qkv_bias=True))
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return dataclasses.replace(common_gguf_config(file, cls.name), qkv_bias=True)
+        return dataclasses.replace(super().config_from_gguf(file), qkv_bias=True)
 
 
 class MiMo(Qwen2):
@@ -55,63 +53,40 @@ class Qwen3(PreNormDecoder):
     name = "qwen3"
     huggingface_names = ("Qwen3ForCausalLM", "qwen3")
     gguf_names: ClassVar[tuple[str, ...]] = ("qwen3", "qwen3vl")  # of the second, the text part
+    attention_bias = False
     has_head_norms = True
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        has_bias = fields.flag("attention_bias", False)
-        config = dataclasses.replace(
-            common_huggingface_config(fields, cls.name), qkv_bias=has_bias, output_bias=has_bias
-        )
-        return _windows(fields, config)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        return common_gguf_config(file, cls.name)
+        return _windows(fields, super().config_from_huggingface(fields))
 
 
 class _Mixture(PreNormDecoder):
     """A decoder with experts in most layers."""
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_experts_gate"}
-        return expert_layout(config, names)
-
-    @classmethod
-    def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        names = {"ffn_gate_inp_shexp": "mlp.shared_experts_gate"}
-        return gguf_layout(names, num_experts=num_experts(config))
-
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        assert self.config.experts is not None
-        if load.index in self.config.experts.dense_layers:
-            return load.gated_mlp()
-        return load_experts(load, is_shared_gated=True)
+    is_shared_gated = True
+    stored_names = SHARED_NAMES
+    gguf_stored_names: ClassVar[Mapping[str, str]] = {"ffn_gate_inp_shexp": "mlp.shared_experts_gate"}
 
 
 class Qwen3MoE(_Mixture, Qwen3):
     name = "qwen3_moe"
     huggingface_names = ("Qwen3MoeForCausalLM", "qwen3_moe")
     gguf_names = ("qwen3moe", "qwen3vlmoe")
+    gguf_experts_normalize = True
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         # Windows, if there are any, are those of all layers.
-        every = {"layer_types": None, "max_window_layers": 0}
-        config = super().config_from_huggingface(Fields({**fields.values, **every}, fields.where))
+        config = super().config_from_huggingface(fields.changed(layer_types=None, max_window_layers=0))
         return dataclasses.replace(config, experts=qwen_experts(fields, config.num_layers))
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = common_gguf_config(file, cls.name)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
 
 
 class Qwen2MoE(_Mixture, Qwen2):
     name = "qwen2_moe"
     huggingface_names = ("Qwen2MoeForCausalLM", "qwen2_moe")
     gguf_names = ("qwen2moe",)
+    gguf_experts_normalize = False
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
@@ -121,11 +96,6 @@ class Qwen2MoE(_Mixture, Qwen2):
             shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
         )
         return dataclasses.replace(config, qkv_bias=fields.flag("qkv_bias", True), experts=experts)
-
-    @classmethod
-    def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
-        config = super().config_from_gguf(file)
-        return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=False))
 
 
 def qwen_experts(fields: Fields, num_layers: int) -> ExpertsConfig:

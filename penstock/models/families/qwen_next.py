@@ -4,6 +4,7 @@ gate on its output. The layers of Qwen3-Next that predict a second token are not
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,20 +14,25 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.delta_net import GatedDeltaNet, delta_net_parts, load_delta_net
-from penstock.models.experts import FUSED_EXPERTS, ExpertMLP, add_mlp, load_experts, num_experts
+from penstock.models.experts import SHARED_NAMES
 from penstock.models.families.qwen import qwen_experts
 from penstock.models.gguf_config import common_gguf_config, gguf_experts, has_tensor
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.gguf_states import gguf_delta_config
-from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
-from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
+from penstock.models.huggingface_config import layer_kinds, layers_of_kind
+from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_rows, rotated_rows
-from penstock.models.recurrent import HybridDecoder, LayerCache, log_of_decay, recurrent_settings
+from penstock.models.recurrent import HybridDecoder, log_of_decay, recurrent_settings
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
-NAMES = {"self_attn.q_proj": "self_attn.q_gate_proj"}  # queries, and gates of the output
+NAMES = {
+    "self_attn.q_proj": "self_attn.q_gate_proj",  # queries, and gates of the output
+    "linear_attn.in_proj_z": "linear_attn.gate_proj",
+    "linear_attn.in_proj_b": "linear_attn.rate_proj",
+    "linear_attn.in_proj_a": "linear_attn.step_proj",
+}
 GGUF_NAMES = {
     "attn_q": "self_attn.q_gate_proj",
     "attn_qkv": "linear_attn.in_proj_qkv",
@@ -61,26 +67,20 @@ class GatedAttention:
         ops.add_linear(made * torch.sigmoid(ops.linear(normed, self.gate)), self.output, residual)
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaLayer:
-    norm: RMSNorm
-    attention: GatedAttention | None
-    mixer: GatedDeltaNet | None
-    mlp_norm: RMSNorm
-    mlp: GatedMLP | ExpertMLP
-
-
 class Qwen35(HybridDecoder):
     name = "qwen3_5"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5ForCausalLM", "qwen3_5_text")
     gguf_names: ClassVar[tuple[str, ...]] = ("qwen35",)
+    attention_bias = False
+    is_shared_gated = True
+    stored_names: ClassVar[Mapping[str, str]] = NAMES
+    gguf_stored_names = GGUF_NAMES
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        values = {"partial_rotary_factor": 0.25, "head_dim": 256, **fields.values}
-        fields = Fields(values, fields.where)
+        fields = fields.with_usual(partial_rotary_factor=0.25, head_dim=256)
         fields.require_silu()
-        config = common_huggingface_config(fields, cls.name)
+        config = super().config_from_huggingface(fields)
         kinds = layer_kinds(fields, config.num_layers, {"linear_attention", "full_attention"})
         if kinds is None:
             period = fields.integer("full_attention_interval", 4)
@@ -88,14 +88,11 @@ class Qwen35(HybridDecoder):
                 "linear_attention" if (index + 1) % period else "full_attention"
                 for index in range(config.num_layers)
             )
-        has_bias = fields.flag("attention_bias", False)
         return dataclasses.replace(
             config,
-            qkv_bias=has_bias,
-            output_bias=has_bias,
             norm_offset=1.0,
             recurrent=RecurrentConfig(
-                layers=frozenset(index for index, kind in enumerate(kinds) if kind == "linear_attention"),
+                layers=layers_of_kind(kinds, "linear_attention"),
                 conv_width=fields.integer("linear_conv_kernel_dim", 4),
                 num_heads=fields.integer("linear_num_value_heads", 32),
                 head_dim=fields.integer("linear_value_head_dim", 128),
@@ -110,16 +107,9 @@ class Qwen35(HybridDecoder):
         # A layer for drafts may be there, and is not read.
         return dataclasses.replace(config, recurrent=gguf_delta_config(file), num_mtp_layers=0)
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        name = "linear_attn"
-        names = {
-            **NAMES,
-            f"{name}.in_proj_z": f"{name}.gate_proj",
-            f"{name}.in_proj_b": f"{name}.rate_proj",
-            f"{name}.in_proj_a": f"{name}.step_proj",
-        }
-        return Layout(names=names, cut=_fused_parts(config), rows=rotated_rows(config))
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        return _fused_parts(config)
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
@@ -133,42 +123,22 @@ class Qwen35(HybridDecoder):
             f"{name}.{part}": StoredRows(f"{name}.{part}", len(order), order)
             for part, order in {**orders, "conv1d": mixed}.items()
         }
-        return gguf_layout(
-            GGUF_NAMES,
+        return dataclasses.replace(
+            super().gguf_layout(config),
             cut=_fused_parts(config),
             rows=rotated_rows(config) | rows,
             columns={f"{name}.out_proj": values},
-            num_experts=num_experts(config),
             changed={
                 f"{name}.A_log": lambda decay: log_of_decay(decay)[heads],
                 f"{name}.dt_bias": lambda bias: bias[heads],
             },
         )
 
-    def load_layer(self, load: LayerLoader) -> DeltaLayer:
-        is_delta = load.index in recurrent_settings(load.config).layers
-        return DeltaLayer(
-            norm=load.rms_norm("input_layernorm"),
-            attention=None if is_delta else _load_attention(load),
-            mixer=load_delta_net(load) if is_delta else None,
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=self.load_mlp(load),
-        )
+    def load_attention(self, load: LayerLoader) -> GatedAttention:
+        return _load_attention(load)
 
-    def load_mlp(self, load: LayerLoader) -> GatedMLP | ExpertMLP:
-        experts = self.config.experts
-        if experts is None or load.index in experts.dense_layers:
-            return load.gated_mlp()
-        return load_experts(load, is_shared_gated=True)
-
-    def run_layer(
-        self, layer: DeltaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
-    ) -> None:
-        if layer.attention is not None:
-            layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
-        elif layer.mixer is not None:
-            layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
-        add_mlp(ops, residual, layer.mlp_norm, layer.mlp)
+    def load_mixer(self, load: LayerLoader) -> GatedDeltaNet:
+        return load_delta_net(load)
 
 
 class Qwen35MoE(Qwen35):
@@ -177,13 +147,13 @@ class Qwen35MoE(Qwen35):
     name = "qwen3_5_moe"
     huggingface_names: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
     gguf_names: ClassVar[tuple[str, ...]] = ("qwen35moe",)
+    stored_names: ClassVar[Mapping[str, str]] = {**NAMES, **SHARED_NAMES}
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         # These models have no dense MLP, and files may leave out its size.
         inner = fields.integer("moe_intermediate_size", 512)
-        values = {"intermediate_size": inner, "norm_topk_prob": True, **fields.values}
-        fields = Fields(values, fields.where)
+        fields = fields.with_usual(intermediate_size=inner, norm_topk_prob=True)
         config = super().config_from_huggingface(fields)
         experts = dataclasses.replace(
             qwen_experts(fields, config.num_layers),
@@ -195,14 +165,6 @@ class Qwen35MoE(Qwen35):
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
         config = super().config_from_gguf(file)
         return dataclasses.replace(config, experts=gguf_experts(file, config, normalizes=True))
-
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        usual = super().layout(config)
-        names = {"shared_expert": "shared_experts", "shared_expert_gate": "shared_experts_gate"}
-        return dataclasses.replace(
-            usual, names={**usual.names, **names}, experts=FUSED_EXPERTS, num_experts=num_experts(config)
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,9 +180,9 @@ class Qwen3Next(Qwen35MoE):
     huggingface_names = ("Qwen3NextForCausalLM", "qwen3_next")
     gguf_names = ("qwen3next",)
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        usual, cut = super().layout(config), _queries_and_gates(config)
+    @staticmethod
+    def cut(config: ArchitectureConfig) -> dict[str, StoredRows]:
+        cut = _queries_and_gates(config)
         groups, parts, name = recurrent_settings(config).num_groups, delta_net_parts(config), "linear_attn"
         held = {"in_proj_qkvz": ("query", "key", "value", "gate"), "in_proj_ba": ("rate", "step")}
         for stored, names in held.items():
@@ -228,7 +190,7 @@ class Qwen3Next(Qwen35MoE):
             rows = torch.arange(sum(sizes) * groups).view(groups, -1)
             for part, piece in zip(names, rows.split(sizes, dim=1), strict=True):
                 cut[f"{name}.{part}_proj"] = StoredRows(f"{name}.{stored}", rows.numel(), piece.flatten())
-        return dataclasses.replace(usual, cut=cut)
+        return cut
 
     @classmethod
     def config_from_gguf(cls, file: GGUFFile) -> ArchitectureConfig:
@@ -241,14 +203,14 @@ class Qwen3Next(Qwen35MoE):
 
     @classmethod
     def gguf_layout(cls, config: ArchitectureConfig) -> Layout:
-        cut = cls.layout(config).cut
+        cut = cls.cut(config)
         if not (isinstance(config.recurrent, _Qwen3NextStates) and config.recurrent.by_key_head):
             cut = {**cut, **_fused_parts(config)}
         return gguf_layout(
             GGUF_NAMES,
             cut=cut,
             rows=rotated_rows(config),
-            num_experts=num_experts(config),
+            num_experts=config.num_experts,
             changed={"linear_attn.A_log": log_of_decay},
         )
 

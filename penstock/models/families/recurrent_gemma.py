@@ -15,13 +15,11 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.kernels.states import ChannelScanLayer, StateShapes
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
-from penstock.models.huggingface_config import common_huggingface_config
-from penstock.models.layers import ACTIVATIONS, Attention, GatedMLP, LayerLoader, RMSNorm
-from penstock.models.layout import Layout, rotated_rows
+from penstock.models.huggingface_config import layers_of_kind
+from penstock.models.layers import ACTIVATIONS, LayerLoader
 from penstock.models.recurrent import (
     ConvWeights,
     HybridDecoder,
-    LayerCache,
     StateMixer,
     load_conv,
     recurrent_settings,
@@ -92,29 +90,18 @@ class GatedRecurrence(StateMixer):
         return (made * self.activation(gate.float())).to(projected.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentGemmaLayer:
-    norm: RMSNorm
-    attention: Attention | None
-    mixer: GatedRecurrence | None
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-
-
 class RecurrentGemma(HybridDecoder):
     name = "recurrent_gemma"
     huggingface_names = ("RecurrentGemmaForCausalLM", "recurrent_gemma")
+    stored_names = NAMES
+    rotated_norms = "none"
 
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
-        defaults = {
-            "tie_word_embeddings": True,
-            "partial_rotary_factor": 0.5,
-            "max_position_embeddings": _CONTEXT,
-        }
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        fields = Fields({**defaults, **given, "hidden_act": None}, fields.where)
-        config = common_huggingface_config(fields, cls.name)
+        fields = fields.with_usual_for_nulls(
+            tie_word_embeddings=True, partial_rotary_factor=0.5, max_position_embeddings=_CONTEXT
+        ).changed(hidden_act=None)
+        config = super().config_from_huggingface(fields)
         kinds = _kinds(fields, config.num_layers)
         width = fields.integer("lru_width", config.hidden_size)
         if width % config.num_heads or config.intermediate_size % 2:
@@ -134,7 +121,7 @@ class RecurrentGemma(HybridDecoder):
             mlp_bias=True,
             norm_offset=1.0,
             recurrent=RecurrentConfig(
-                layers=frozenset(index for index, kind in enumerate(kinds) if kind == "recurrent"),
+                layers=layers_of_kind(kinds, "recurrent"),
                 conv_width=fields.integer("conv1d_width", 4),
                 conv_bias=True,
                 bias=True,
@@ -144,28 +131,8 @@ class RecurrentGemma(HybridDecoder):
             ),
         )
 
-    @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return Layout(names=NAMES, rows=rotated_rows(config, head_norms=False))
-
-    def load_layer(self, load: LayerLoader) -> RecurrentGemmaLayer:
-        is_recurrent = load.index in recurrent_settings(load.config).layers
-        return RecurrentGemmaLayer(
-            norm=load.rms_norm("input_layernorm"),
-            attention=None if is_recurrent else load.attention(),
-            mixer=_load_recurrence(load) if is_recurrent else None,
-            mlp_norm=load.rms_norm("post_attention_layernorm"),
-            mlp=load.gated_mlp(),
-        )
-
-    def run_layer(
-        self, layer: RecurrentGemmaLayer, residual: Tensor, ops: Ops, cache: LayerCache, batch: AttentionBatch
-    ) -> None:
-        if layer.attention is not None:
-            layer.attention.add_to(ops, residual, layer.norm, cache.kv, batch)
-        elif layer.mixer is not None:
-            layer.mixer.add_to(ops, residual, layer.norm, cache.states, batch)
-        residual.add_(layer.mlp(ops, layer.mlp_norm(ops, residual)))
+    def load_mixer(self, load: LayerLoader) -> GatedRecurrence:
+        return _load_recurrence(load)
 
 
 def _kinds(fields: Fields, num_layers: int) -> list[str]:

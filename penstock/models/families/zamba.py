@@ -13,12 +13,12 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
 from penstock.kernels.states import ChannelScanLayer, StateShapes
-from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.config import ArchitectureConfig, Fields, extended
 from penstock.models.families.zamba2 import BEHIND, BLOCK, Zamba2, Zamba2Config, hybrid_layers
 from penstock.models.huggingface_config import common_huggingface_config
 from penstock.models.layers import LayerLoader
 from penstock.models.layout import Layout, StoredRows
-from penstock.models.mamba1 import load_input, load_output, mamba1_config, mamba1_settings
+from penstock.models.mamba import load_input, load_output, mamba1_config, mamba1_settings
 from penstock.models.recurrent import ConvWeights, StateMixer, load_conv, taken
 from penstock.models.sharding import balanced, scaled
 from penstock.models.weights import LinearPart
@@ -77,31 +77,27 @@ class Zamba(Zamba2):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        defaults = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "max_position_embeddings": 4096}
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        usual = {"head_dim": fields.integer("attention_head_dim", 2 * hidden // heads), "hidden_act": "silu"}
-        common = common_huggingface_config(Fields({**defaults, **given, **usual}, fields.where), cls.name)
+        given = fields.with_usual_for_nulls(
+            rms_norm_eps=1e-5, tie_word_embeddings=True, max_position_embeddings=4096
+        )
+        head_dim = fields.integer("attention_head_dim", 2 * hidden // heads)
+        common = common_huggingface_config(given.changed(head_dim=head_dim, hidden_act="silu"), cls.name)
         if fields.integer("attention_hidden_size", 2 * hidden) != 2 * hidden:
             raise ModelLoadError(f"{fields.where} has an attention_hidden_size other than 2 × {hidden}.")
         layers, num_heads = frozenset(range(common.num_layers)), fields.integer("n_mamba_heads", 2)
-        mamba = mamba1_config(
-            Fields({**given, "hidden_act": fields.raw("hidden_mamba_act")}, fields.where),
-            layers,
-            prefix="mamba_",
-        )
+        activation = fields.raw("hidden_mamba_act")
+        mamba = mamba1_config(given.changed(hidden_act=activation), layers, prefix="mamba_")
         if mamba.num_channels % num_heads:
             raise ModelLoadError(
                 f"{fields.where} has {mamba.num_channels} channels for {num_heads} heads of Mamba."
             )
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        changed = {
-            "attention_scale": (common.head_dim / 2) ** -0.5,
-            "unrotated_layers": layers,
-            "plain_activation": fields.plain_activation("hidden_act", "gelu"),
-            "recurrent": dataclasses.replace(mamba, num_heads=num_heads),
-        }
-        return Zamba2Config(
-            **(shared | changed),
+        return extended(
+            common,
+            Zamba2Config,
+            attention_scale=(common.head_dim / 2) ** -0.5,
+            unrotated_layers=layers,
+            plain_activation=fields.plain_activation("hidden_act", "gelu"),
+            recurrent=dataclasses.replace(mamba, num_heads=num_heads),
             hybrid_layers=_hybrid_layers(fields, common.num_layers),
             num_blocks=1,
             adapter_rank=0,
@@ -119,7 +115,7 @@ class Zamba(Zamba2):
         }
         return Layout(names=NAMES, cut=cut)
 
-    def load_mixer(self, load: LayerLoader, name: str) -> HeadedMamba1:
+    def load_named_mixer(self, load: LayerLoader, name: str) -> HeadedMamba1:
         """Load a rank's heads of Mamba 1."""
         settings, weights = mamba1_settings(load.config), load.weights
         prefix, channels, count = f"{load.prefix}.{name}", settings.num_channels, settings.num_heads

@@ -3,7 +3,6 @@ embedding. Such blocks are few, and layers share them; each layer adds narrow pr
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
-from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
+from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, extended
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import ACTIVATIONS, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_gate_up, fused_rows
-from penstock.models.mamba2 import load_mamba, mamba_rows
+from penstock.models.mamba import load_mamba, mamba_rows
 from penstock.models.recurrent import HybridDecoder, StateMixer
 from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
@@ -122,15 +121,14 @@ class Zamba2(HybridDecoder):
     @classmethod
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-        defaults = {"intermediate_size": 4 * hidden, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
-        given = {key: value for key, value in fields.values.items() if value is not None}
-        usual = {
-            "head_dim": 2 * hidden // heads,
-            "hidden_act": "silu",
-        }  # a gate with another curve is run below
+        given = fields.with_usual_for_nulls(
+            intermediate_size=4 * hidden, rms_norm_eps=1e-5, tie_word_embeddings=True
+        )
+        # A gate with another curve is run below.
+        given = given.changed(head_dim=2 * hidden // heads, hidden_act="silu")
         if fields.flag("use_long_context", False):
-            usual["max_position_embeddings"] = _LONG_CONTEXT
-        common = common_huggingface_config(Fields({**defaults, **given, **usual}, fields.where), cls.name)
+            given = given.changed(max_position_embeddings=_LONG_CONTEXT)
+        common = common_huggingface_config(given, cls.name)
         adapts_attention = fields.flag("use_shared_attention_adapter", False)
         if adapts_attention and common.num_kv_heads != common.num_heads:
             raise ModelLoadError(
@@ -139,12 +137,14 @@ class Zamba2(HybridDecoder):
         layers = frozenset(range(common.num_layers))
         has_bias = fields.flag("add_bias_linear", False)
         num_states = fields.integer("n_mamba_heads", 8)
-        changed = {
-            "attention_scale": (common.head_dim / 2) ** -0.5,
-            "unrotated_layers": frozenset() if fields.flag("use_mem_rope", False) else layers,
-            "mlp_bias": has_bias,
-            "plain_activation": fields.plain_activation("hidden_act", "gelu"),
-            "recurrent": RecurrentConfig(
+        return extended(
+            common,
+            Zamba2Config,
+            attention_scale=(common.head_dim / 2) ** -0.5,
+            unrotated_layers=frozenset() if fields.flag("use_mem_rope", False) else layers,
+            mlp_bias=has_bias,
+            plain_activation=fields.plain_activation("hidden_act", "gelu"),
+            recurrent=RecurrentConfig(
                 layers=layers,
                 conv_width=fields.integer("mamba_d_conv", 4),
                 conv_bias=True,
@@ -157,10 +157,6 @@ class Zamba2(HybridDecoder):
                 step_limits=(fields.number("time_step_min", 0.001), math.inf),
                 norm_eps=1e-5,  # whatever rms_norm_eps says
             ),
-        }
-        shared = {field.name: getattr(common, field.name) for field in dataclasses.fields(common)}
-        return Zamba2Config(
-            **(shared | changed),
             hybrid_layers=hybrid_layers(fields, common.num_layers),
             num_blocks=fields.integer("num_mem_blocks", 1),
             adapter_rank=fields.integer("adapter_rank", 128),
@@ -181,11 +177,14 @@ class Zamba2(HybridDecoder):
 
     def load_layer(self, load: LayerLoader) -> Zamba2Layer:
         if load.index not in self.config.hybrid_layers:
-            return Zamba2Layer(None, load.rms_norm("input_layernorm"), self.load_mixer(load, "mamba"))
-        norm, mixer = load.rms_norm(f"{BEHIND}.input_layernorm"), self.load_mixer(load, f"{BEHIND}.mamba")
+            return Zamba2Layer(None, load.rms_norm("input_layernorm"), self.load_named_mixer(load, "mamba"))
+        norm, mixer = (
+            load.rms_norm(f"{BEHIND}.input_layernorm"),
+            self.load_named_mixer(load, f"{BEHIND}.mamba"),
+        )
         return Zamba2Layer(self._load_block(load), norm, mixer)
 
-    def load_mixer(self, load: LayerLoader, name: str) -> StateMixer:
+    def load_named_mixer(self, load: LayerLoader, name: str) -> StateMixer:
         return load_mamba(load, name)
 
     def _load_block(self, load: LayerLoader) -> SharedBlock:

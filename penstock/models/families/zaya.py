@@ -3,7 +3,6 @@ token before, and the router of a layer reads that of the layer before it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +14,22 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedExperts, PackedLinear, Routing
 from penstock.kernels.states import StateShapes
-from penstock.models.config import ActivationName, ArchitectureConfig, ExpertsConfig, Fields, RecurrentConfig
-from penstock.models.experts import PARTS, expert_layout, expert_routing
+from penstock.models.config import (
+    ActivationName,
+    ArchitectureConfig,
+    ExpertsConfig,
+    Fields,
+    RecurrentConfig,
+    extended,
+)
+from penstock.models.experts import PARTS, expert_routing
 from penstock.models.huggingface_config import (
-    common_huggingface_config,
     layer_kinds,
     rope_parameters,
     ropes_by_layer_kind,
 )
 from penstock.models.layers import Attention, LayerLoader, RMSNorm
-from penstock.models.layout import Layout
+from penstock.models.layout import StoredRows
 from penstock.models.recurrent import ConvWeights, HybridDecoder, LayerCache, taken
 from penstock.models.rope import pair_order
 from penstock.models.sharding import scaled
@@ -170,6 +175,7 @@ class ZayaLayer:
 class Zaya(HybridDecoder):
     name = "zaya"
     huggingface_names = ("ZayaForCausalLM", "zaya")
+    attention_bias = False
 
     def __init__(self, config: ZayaConfig, loader: WeightLoader, max_model_len: int) -> None:
         super().__init__(config, loader, max_model_len)
@@ -185,22 +191,20 @@ class Zaya(HybridDecoder):
         kinds = {"full_attention": "hybrid", "sliding_attention": "hybrid_sliding"}
         named = {usual: {**_ROPES[own], **(ropes.get(own) or {})} for usual, own in kinds.items()}
         inner = fields.integer("moe_intermediate_size")
-        changed = {**fields.values, "rope_parameters": named, "intermediate_size": inner}
-        rope, local_rope, plain = ropes_by_layer_kind(Fields(changed, fields.where), 5_000_000.0, 10_000.0)
-        config = common_huggingface_config(plain, cls.name)
+        changed = fields.changed(rope_parameters=named, intermediate_size=inner)
+        rope, local_rope, plain = ropes_by_layer_kind(changed, 5_000_000.0, 10_000.0)
+        config = super().config_from_huggingface(plain)
         listed = layer_kinds(fields, config.num_layers, set(_ROPES)) or ("hybrid",) * config.num_layers
         window = fields.integer("sliding_window") if "hybrid_sliding" in listed else None
-        has_bias = fields.flag("attention_bias", False)
         widths = fields.integer("cca_time0", 2), fields.integer("cca_time1", 2)
-        config = dataclasses.replace(
+        return extended(
             config,
+            ZayaConfig,
             rope=rope,
             local_rope=local_rope,
             windows=tuple(window if kind == "hybrid_sliding" else None for kind in listed),
             norm_eps=fields.number("rms_norm_eps", 1e-5),
             tie_embeddings=fields.flag("tie_word_embeddings", True),
-            qkv_bias=has_bias,
-            output_bias=has_bias,
             head_bias=fields.flag("lm_head_bias", False),
             experts=ExpertsConfig(
                 count=fields.integer("num_experts"),
@@ -210,16 +214,13 @@ class Zaya(HybridDecoder):
                 scoring="sigmoid",
             ),
             recurrent=RecurrentConfig(layers=frozenset(range(config.num_layers)), conv_width=widths[0]),
-        )
-        return ZayaConfig(
-            **{each.name: getattr(config, each.name) for each in dataclasses.fields(config)},
             conv_widths=widths,
             router_size=fields.integer("router_hidden_size", 256),
         )
 
     @classmethod
-    def layout(cls, config: ArchitectureConfig) -> Layout:
-        return expert_layout(config, rows={})
+    def rows(cls, config: ArchitectureConfig, *, interleaved: bool) -> dict[str, StoredRows]:
+        return {}  # `ConvProjection` orders heads
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return super().embed(token_ids).add_(self._input_bias).mul_(self._input_scale)
