@@ -130,8 +130,8 @@ def test_gemma3_as_first_published() -> None:
             "OtherForCausalLM is not known; known are .*llama, .*qwen3",
         ),
         (
-            {"architectures": ["DeepseekV4ForCausalLM"]},
-            "needs attention over keys and values that are compressed",
+            {"architectures": ["HYV4ForCausalLM"]},
+            "needs several residual streams, and attention sinks beside latents",
         ),
         ({"architectures": None}, "neither architectures nor a model_type"),
         ({"hidden_size": None}, r"config\.json has no hidden_size"),
