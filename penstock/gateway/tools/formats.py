@@ -195,18 +195,19 @@ MINIMAX_M2 = ToolFormat(
     parameters=ParameterText('<parameter name="', '">', "</parameter>\n"),
 )
 _DSML = "<｜DSML｜"
+_DSML_CALLS = TaggedCalls(
+    opening=(f"{_DSML}function_calls>", f"{_DSML}tool_calls>"), closing="</｜DSML｜function_calls>",
+    head=rf"{_DSML}invoke name=\"(?P<name>[\w.-]+)\">", head_ends=(">",), keeps_head_end=False,
+    ignored=("</｜DSML｜tool_calls>",),
+    parameters=ParameterTags(
+        f'{_DSML}parameter name="', '">', "</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
+        text_mark='" string="true', value_mark='" string="false',
+    ),
+    hides_markers=False, tokens=("｜DSML｜",),
+)
 DEEPSEEK_V32 = ToolFormat(
     name="deepseek_v32",
-    markers=TaggedCalls(
-        opening=(f"{_DSML}function_calls>", f"{_DSML}tool_calls>"), closing="</｜DSML｜function_calls>",
-        head=rf"{_DSML}invoke name=\"(?P<name>[\w.-]+)\">", head_ends=(">",), keeps_head_end=False,
-        ignored=("</｜DSML｜tool_calls>",),
-        parameters=ParameterTags(
-            f'{_DSML}parameter name="', '">', "</｜DSML｜parameter>", call_end="</｜DSML｜invoke>",
-            text_mark='" string="true', value_mark='" string="false',
-        ),
-        hides_markers=False, tokens=("｜DSML｜",),
-    ),
+    markers=_DSML_CALLS,
     head=f'{_DSML}invoke name="{NAME}">\n', call_tail="</｜DSML｜invoke>", list_start=f"{_DSML}function_calls>\n",
     list_end="\n</｜DSML｜function_calls>",
     parameters=ParameterText(
@@ -216,7 +217,7 @@ DEEPSEEK_V32 = ToolFormat(
 DEEPSEEK_V4 = msgspec.structs.replace(
     DEEPSEEK_V32, name="deepseek_v4", list_start=f"{_DSML}tool_calls>\n", list_end="\n</｜DSML｜tool_calls>",
     markers=msgspec.structs.replace(
-        DEEPSEEK_V32.markers, opening=DEEPSEEK_V32.markers.opening[::-1], closing="</｜DSML｜tool_calls>",
+        _DSML_CALLS, opening=_DSML_CALLS.opening[::-1], closing="</｜DSML｜tool_calls>",
         ignored=("</｜DSML｜function_calls>",),
     ),
 )
