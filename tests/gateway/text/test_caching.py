@@ -279,7 +279,7 @@ def test_the_order_of_times_to_live_is_tools_then_turns() -> None:
 
 
 def test_two_marks_at_one_place_are_one_that_lasts_longer() -> None:
-    hides_calls = CHATML + "{{ tools }}"
+    hides_calls = CHATML + "{{ tools }}{# tool_calls are left out #}"
     calls = (ToolCall("1", "look", "{}", LONG), ToolCall("2", "look", "{}", SHORT))
     prepared = prepare(chat(USER, ChatMessage("assistant", "Looking.", tool_calls=calls), USER), hides_calls)
     assert [breakpoint.ttl_s for breakpoint in prepared.breakpoints] == [3600.0]
