@@ -235,8 +235,11 @@ def test_a_private_use_character_in_a_prompt_is_no_sign() -> None:
     assert kept_texts(chat(system, USER)) == ["<|system|>Odd \U00100003 text."]
 
 
-@pytest.mark.parametrize("template", [CHATML, "{{ messages[0].content | length }}" + CHATML])
-def test_a_chat_is_rendered_a_few_times_only(template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "most"),
+    [(CHATML, 2), ("{{ messages[0].content | length }}" + CHATML, 1 + MAX_RENDERINGS)],
+)
+def test_a_chat_is_rendered_a_few_times_only(template: str, most: int) -> None:
     """Also when it holds signs itself, and when the template cannot be told by signs."""
     turns = [
         ChatMessage("user" if index % 2 else "assistant", f"turn {index} \U00100000") for index in range(80)
@@ -254,7 +257,7 @@ def test_a_chat_is_rendered_a_few_times_only(template: str) -> None:
         return model.template.render(variant).text
 
     assert len(locate(prompt, marked_pieces(prompt), render(prompt), render)) == 4
-    assert num_renderings <= 1 + MAX_RENDERINGS
+    assert num_renderings <= most
 
 
 @pytest.mark.parametrize(
