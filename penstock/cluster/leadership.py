@@ -272,6 +272,8 @@ class Leadership:
                 if not self._is_away:
                     logger.warning("the registry cannot be used, so no process can lead: %s", error)
                 self._is_away = True
+            except Exception:  # a lease that is not renewed ends by itself
+                logger.exception("the lease of the leader could not be asked for; it is asked for again")
             left_s = self._lease_s * RENEW_SHARE - (
                 self._now() - began_s
             )  # a slow answer must not delay the next

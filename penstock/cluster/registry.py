@@ -142,6 +142,9 @@ class Publisher:
                     logger.warning("the registry cannot be used, and engines go on without it: %s", error)
                 self._is_away = True
                 pause_s = RETRY_S
+            except Exception:
+                logger.exception("the record of this host could not be renewed; it is tried again")
+                pause_s = RETRY_S
 
 
 @dataclass(slots=True)

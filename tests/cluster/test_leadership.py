@@ -129,6 +129,28 @@ async def test_a_registry_that_answers_slowly_costs_no_term(monkeypatch: pytest.
     assert registry.epochs == [None] + [1] * 19
 
 
+async def test_an_error_that_nobody_foresaw_ends_no_campaign(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fleet would be without a leader as soon as the other candidates are gone, and no log would say why."""
+    registry = MemoryRegistry()
+    candidate = Leadership(registry, "candidate", lease_s=0.5)
+    lead, num_failed = registry.lead, 0
+
+    async def fail_once(name: str, lease_s: float, above: int) -> int | None:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed == 1:
+            raise KeyError("unforeseen")
+        return await lead(name, lease_s, above)
+
+    monkeypatch.setattr(registry, "lead", fail_once)
+    async with candidate.running():
+        async with asyncio.timeout(60):
+            await candidate.until_leads()
+    assert "is asked for again" in caplog.text
+
+
 async def test_a_lease_that_ended_is_not_said_to_be_anothers() -> None:
     now = 100.0
     leadership = Leadership(MemoryRegistry(), "own", lease_s=5.0, now=lambda: now)

@@ -293,6 +293,28 @@ async def test_replicas_stay_known_while_the_registry_is_away(monkeypatch: pytes
     assert [len(members) for members in seen] == [1, 1, 0]
 
 
+async def test_an_error_that_nobody_foresaw_ends_no_publishing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("penstock.cluster.registry.RETRY_S", 0.01)
+    registry = MemoryRegistry()
+    publish, num_failed = registry.publish, 0
+
+    async def fail_once(name: str, data: bytes, lease_s: float) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        if num_failed == 2:
+            raise KeyError("unforeseen")
+        await publish(name, data, lease_s)
+
+    monkeypatch.setattr(registry, "publish", fail_once)
+    publisher = Publisher(registry, TOKENS, "a")
+    async with publisher.running():
+        publisher.tell((member("a-1"),))
+        await until(lambda: num_failed > 2)
+    assert "is tried again" in caplog.text
+
+
 async def test_an_error_in_one_change_ends_no_following(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

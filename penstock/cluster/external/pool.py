@@ -108,7 +108,10 @@ class ExternalPool:
     async def run(self) -> None:
         """Probe all servers again and again, until cancelled."""
         while True:
-            await self.probe()
+            try:
+                await self.probe()
+            except Exception:  # one server must not keep the others from being asked
+                logger.exception("the external servers could not be asked; they are asked again")
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     async def probe(self) -> None:

@@ -41,9 +41,6 @@ Argument: TypeAlias = str | bytes | float
 # Answers that say something about the server, not about the one command: treated like no answer at all.
 _OUTAGES = (RedisConnectionError, ReadOnlyError, OutOfMemoryError, MasterDownError, ClusterDownError)
 
-# No answer at all. TimeoutError is an OSError; RuntimeError is uvloop's, for a connection that was just closed.
-_FAILURES = (RedisError, OSError, RuntimeError)
-
 
 def _is_outage(reply: Any) -> bool:
     return isinstance(reply, RedisError) and (
@@ -167,7 +164,7 @@ class ScriptPipe:
             async with asyncio.timeout(self._timeout_s):
                 await self._load_scripts()
                 await self._client.evalsha(self._hashes["probe"], 1, self._probe_key)
-        except _FAILURES as error:
+        except Exception as error:
             logger.debug("Redis cannot be used: %s", error)
             return False
         self._is_up = self._metrics.redis_is_up = True
@@ -178,7 +175,7 @@ class ScriptPipe:
         try:
             async with asyncio.timeout(self._timeout_s):
                 replies = await self._execute(batch)
-        except _FAILURES as error:
+        except Exception as error:  # of whatever kind: callers wait for this task
             await self._go_down(batch, error)
             return
         for call, reply in zip(batch, replies, strict=True):
@@ -224,7 +221,7 @@ class ScriptPipe:
         self._queue = deque(call for call in (*batch, *self._queue) if call.is_kept)
         self._metrics.settlements_pending = len(self._queue)
         # A late answer on an old connection must not be taken for the answer to a new call.
-        with contextlib.suppress(*_FAILURES):
+        with contextlib.suppress(Exception):
             await self._client.connection_pool.disconnect()
 
     def _give_up(self, call: _Call, error: Exception) -> None:

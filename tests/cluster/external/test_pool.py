@@ -30,6 +30,7 @@ from penstock.core.errors import (
     PenstockError,
 )
 from penstock.core.request import Tier
+from penstock.core.tasks import running
 from penstock.dispatch.health import BreakerConfig, Circuit
 from penstock.dispatch.requests import RetryConfig
 from penstock.router import ReplicaState, Router
@@ -586,6 +587,23 @@ async def test_a_client_that_leaves_as_its_server_is_given_up_is_gone(
         with pytest.raises(asyncio.CancelledError):
             await waiting_task
         assert len(other.bodies) == 1
+
+
+async def test_an_error_that_nobody_foresaw_ends_no_probing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cluster.external.pool.PROBE_INTERVAL_S", 0.01)
+    server = OpenAIServer()
+    async with pool_of(server) as pool:
+        (member,) = pool._members.values()
+        probe = member.server.probe
+
+        async def fail_once() -> None:
+            monkeypatch.setattr(member.server, "probe", probe)
+            raise KeyError("unforeseen")
+
+        monkeypatch.setattr(member.server, "probe", fail_once)
+        num_before = server.num_probes
+        async with running(pool.run()):
+            await until(lambda: server.num_probes > num_before)
 
 
 async def test_whether_a_server_that_is_down_answers_at_all() -> None:

@@ -449,14 +449,21 @@ def test_a_url_that_is_none_is_refused() -> None:
         build_limiter(GatewayConfig(redis_url="not-a-url"))
 
 
-async def test_a_connection_that_uvloop_has_just_closed_is_an_outage(
-    gateway: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"),
+        KeyError("what the client of Redis did not foresee"),
+    ],
+)
+async def test_an_error_of_the_client_is_an_outage(
+    gateway: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Without it, the task that talks to Redis ended, and every request waited for ever."""
     limiter = await gateway(LimitSettings(key=ScopeLimits(requests_per_minute=3)))
 
     async def closed(batch: object) -> list[object]:
-        raise RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(limiter._pipe, "_pipelined", closed)
