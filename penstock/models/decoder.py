@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ from penstock.models.layers import (
 from penstock.models.layout import Layout, RotatedNorms, StackedPart, StoredRows, rotated_rows
 from penstock.models.weights import NamedProduct, WeightLoader
 
+BeforeLayer: TypeAlias = (
+    Callable[[int], None] | None
+)  # is called before each layer, and may change the residual
 KERNEL_ALIGNMENT = 16  # bytes; other kernels are compiled for data that is not aligned to it
 
 
@@ -276,17 +279,18 @@ class Decoder(ABC):
         assert self._head is not None, "the last stage has the head"
         return self._ops.argmax(hidden_rows, self._head)
 
-    def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
-    ) -> None:
-        ops, run_layer, kv_layer = self._ops, self.run_layer, kv.layer
+    def _in_turn(self, before_layer: BeforeLayer) -> Iterator[tuple[int, Any]]:
+        """Return the layers with their numbers. The call before a layer is made when the layer is taken."""
         for index, layer in enumerate(self._layers):
             if before_layer is not None:
                 before_layer(index)
+            yield index, layer
+
+    def _run_one_by_one(
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
+    ) -> None:
+        ops, run_layer, kv_layer = self._ops, self.run_layer, kv.layer
+        for index, layer in self._in_turn(before_layer):
             run_layer(layer, residual, ops, kv_layer(index), batch.of_layer(index))
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, Ops
 from penstock.kernels.states import DeltaLayer, StateShapes
 from penstock.models.config import ArchitectureConfig
@@ -20,7 +19,7 @@ from penstock.models.recurrent import (
     recurrent_settings,
     taken,
 )
-from penstock.models.sharding import balanced, scaled
+from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
 
@@ -70,13 +69,7 @@ def load_delta_net(
     """Load a rank's key heads of a gated delta net, and the value heads that belong to them."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     prefix, parts = f"{load.prefix}.linear_attn", delta_net_parts(config)
-    if settings.num_groups < shard.tensor_size:
-        raise ModelLoadError(
-            f"The {settings.num_groups} key heads of this model's delta nets cannot be sharded over "
-            f"{shard.tensor_size} ranks.",
-            hint="Lower --tensor-parallel-size.",
-        )
-    keys = balanced(settings.num_groups, shard.tensor_size)[shard.tensor_rank]
+    keys = shard.own(settings.num_groups, "key heads of this model's delta nets")
     per_key = settings.num_heads // settings.num_groups
     heads = scaled(keys, per_key)
     key_rows, value_rows = scaled(keys, settings.state_size), scaled(heads, settings.head_dim)

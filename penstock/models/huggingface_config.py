@@ -98,6 +98,14 @@ def layers_of_kind(kinds: Sequence[str], *wanted: str) -> frozenset[int]:
     return frozenset(index for index, kind in enumerate(kinds) if kind in wanted)
 
 
+def linear_layers(fields: Fields, num_layers: int, period: int) -> frozenset[int]:
+    """Return the layers with linear attention: as `layer_types` lists them, else all but the last of each period."""
+    kinds = layer_kinds(fields, num_layers, {"linear_attention", "full_attention"})
+    if kinds is None:
+        return frozenset(index for index in range(num_layers) if (index + 1) % period)
+    return layers_of_kind(kinds, "linear_attention")
+
+
 def read_windows(
     fields: Fields, num_layers: int, period: int | None, window: int | None = None
 ) -> tuple[int | None, ...]:

@@ -17,7 +17,7 @@ from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import StoredRows, fused_rows
 from penstock.models.recurrent import ConvWeights, GatedNorm, StateMixer, load_conv, recurrent_settings, taken
-from penstock.models.sharding import balanced, scaled
+from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
 # The names of modules in folders of Bamba and Falcon-H1.
@@ -85,12 +85,7 @@ def load_mamba(
     projection, in their order."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     prefix, parts = f"{load.prefix}.{name}", _mamba_parts(config)
-    if settings.num_heads < shard.tensor_size:
-        raise ModelLoadError(
-            f"The {settings.num_heads} heads of Mamba-2 cannot be sharded over {shard.tensor_size} ranks.",
-            hint="Lower --tensor-parallel-size.",
-        )
-    heads = balanced(settings.num_heads, shard.tensor_size)[shard.tensor_rank]
+    heads = shard.own(settings.num_heads, "heads of Mamba-2")
     per_group = settings.num_heads // settings.num_groups
     groups = range(heads.start // per_group, (heads.stop - 1) // per_group + 1)
     inner, width = scaled(heads, settings.head_dim), scaled(groups, settings.state_size)

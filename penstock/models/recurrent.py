@@ -7,7 +7,7 @@ convolution, and the state of a scan. Each of several ranks has some heads or ch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinear
 from penstock.kernels.states import StateShapes
 from penstock.models.config import ArchitectureConfig, RecurrentConfig
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import BeforeLayer, Decoder
 from penstock.models.experts import ExpertMLP, add_mlp
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
 from penstock.models.layout import StoredRows, fused_rows
@@ -93,15 +93,9 @@ class HybridDecoder(Decoder):
         return twin
 
     def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             self.run_layer(layer, residual, self._ops, self.layer_cache(index, kv, batch), batch)
 
     def layer_cache(self, index: int, kv: KVStore, batch: AttentionBatch) -> LayerCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.models.config import ArchitectureConfig
 
 # Quantized weights share a scale between this many inputs of a row. A cut between two such groups needs no new
@@ -72,6 +72,15 @@ class Shard:
 
     def expert_inner(self, intermediate_size: int) -> range:
         return range(intermediate_size) if self.places_experts else self.inner(intermediate_size)
+
+    def own(self, count: int, what: str) -> range:
+        """Return this rank's part of `count` heads, of which each rank needs one. `what` names them in the error."""
+        if count < self.tensor_size:
+            raise ModelLoadError(
+                f"The {count} {what} cannot be sharded over {self.tensor_size} ranks.",
+                hint="Lower --tensor-parallel-size.",
+            )
+        return balanced(count, self.tensor_size)[self.tensor_rank]
 
     def inner(self, intermediate_size: int) -> range:
         """Return this rank's range of an MLP's intermediate dimension, cut between groups of quantized weights."""

@@ -4,7 +4,7 @@ that are no longer need no indexer. Layers of GLM 5 may share what the indexer o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.kernels.interface import AttentionBatch, IndexLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, IndexConfig, LatentConfig
+from penstock.models.decoder import BeforeLayer
 from penstock.models.experts import add_mlp
 from penstock.models.families.deepseek import GGUF_NAMES, DeepseekV3, LatentAttention, LatentBlock
 from penstock.models.gguf_config import metadata_fields
@@ -173,16 +174,10 @@ class DeepseekV32(DeepseekV3):
         return chosen
 
     def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         chosen = None
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             chosen = self._run(layer, residual, self._ops, kv.layer(index), batch.of_layer(index), chosen)
 
 

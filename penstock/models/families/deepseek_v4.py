@@ -7,7 +7,6 @@ kind compress many tokens, and attend to all entries."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +28,7 @@ from penstock.models.compressed import (
     rotate_last,
 )
 from penstock.models.config import ArchitectureConfig, Fields
+from penstock.models.decoder import BeforeLayer
 from penstock.models.experts import MIXTRAL_NAMES, ExpertMLP, load_experts
 from penstock.models.families.deepseek import SELECTION_BIAS
 from penstock.models.families.deepseek_v4_config import (
@@ -406,11 +406,7 @@ class DeepseekV4(HybridDecoder):
         raise NotImplementedError("layers of this family read and write several streams")
 
     def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         assert self._token_ids is not None, "`embed` comes first"
         ops, config, chunks = self._ops, self.config, chunks_of(batch)
@@ -420,9 +416,7 @@ class DeepseekV4(HybridDecoder):
             if (each := layer.mixer) is not None
         }
         streams = residual.unsqueeze(1).repeat(1, config.num_streams, 1)
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             taken, given, mixing = layer.attention_streams.read(streams)
             mixer, cache = layer.mixer, self.layer_cache(index, kv, batch)
             own = None if mixer is None else spans[mixer.rate, mixer.num_tokens]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, KVStore, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, NotNative, extended
+from penstock.models.decoder import BeforeLayer
 from penstock.models.families.gemma4 import Gemma4, Gemma4Attention, LayerInput
 from penstock.models.families.gemma4_config import Gemma4Config, huggingface_config
 from penstock.models.huggingface_config import rope_parameters
@@ -192,15 +193,13 @@ class Gemma3n(Gemma4):
         )
 
     def _run_one_by_one(
-        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Any = None
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         assert self._inputs is not None, "`embed` comes first"
         ops, made = self._ops, dict[int, Tensor]()
         others = [_as_large(ops.linear(residual, each), residual) for each in self._widening]
         streams = torch.stack([residual, *others])
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             predicted = layer.streams.predict(ops, streams)
             active = predicted[self.config.active]
             hidden = layer.attention_norm(ops, active)

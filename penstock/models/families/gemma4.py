@@ -17,7 +17,7 @@ from torch import Tensor
 from penstock.core.errors import ConfigError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ActivationName, ArchitectureConfig, Fields
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import BeforeLayer, Decoder
 from penstock.models.experts import ExpertMLP, load_experts
 from penstock.models.families.gemma import rounded_scale
 from penstock.models.families.gemma4_config import Gemma4Config, HeadKind, gguf_config, huggingface_config
@@ -237,12 +237,10 @@ class Gemma4(Decoder):
         return inputs.view(len(token_ids), config.num_layers, config.input_size)
 
     def _run_one_by_one(
-        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Any = None
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         ops, made = self._ops, dict[int, Tensor]()
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             hidden = layer.attention_norm(ops, residual)
             own = layer.attention.keys_and_values(ops, hidden)
             if own is not None:

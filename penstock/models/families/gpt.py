@@ -13,7 +13,7 @@ from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, KVStore
 from penstock.models.alibi import AlibiAttention, alibi_slopes, load_attention
 from penstock.models.config import ArchitectureConfig, Fields, NotNative
-from penstock.models.decoder import BlockDecoder
+from penstock.models.decoder import BeforeLayer, BlockDecoder
 from penstock.models.gguf_config import metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import attention_biases, common_huggingface_config
@@ -105,7 +105,7 @@ class GPT2(GPT):
             self.num_parameters, self.weight_bytes = loader.num_parameters, loader.weight_bytes
 
     def _run_one_by_one(
-        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: Any = None
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         if self._positions is not None:
             residual.add_(self._positions[batch.positions])

@@ -31,7 +31,7 @@ from penstock.models.families.deepseek import (
 )
 from penstock.models.gguf_config import layers_without_heads, metadata_fields
 from penstock.models.gguf_file import GGUFFile
-from penstock.models.huggingface_config import layer_kinds, layers_of_kind
+from penstock.models.huggingface_config import layer_kinds, layers_of_kind, linear_layers
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows
 from penstock.models.recurrent import (
@@ -43,7 +43,7 @@ from penstock.models.recurrent import (
     recurrent_settings,
     taken,
 )
-from penstock.models.sharding import balanced, scaled
+from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart, WeightLoader
 
 # As in the file, by DeepSeek's names.
@@ -205,15 +205,9 @@ def load_delta(
     """Load a rank's heads of a delta net. `query` is the name of its queries; with `is_narrow`, decays and gates are
     made of narrow vectors; `lower` bounds the logarithm of decays."""
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
-    if settings.num_heads < shard.tensor_size:
-        raise ModelLoadError(
-            f"The {settings.num_heads} heads of this model's delta nets cannot be sharded over "
-            f"{shard.tensor_size} ranks.",
-            hint="Lower --tensor-parallel-size.",
-        )
     prefix, width, hidden = f"{load.prefix}.self_attn", settings.head_dim, config.hidden_size
     size = settings.num_heads * width
-    heads = balanced(settings.num_heads, shard.tensor_size)[shard.tensor_rank]
+    heads = shard.own(settings.num_heads, "heads of this model's delta nets")
     own = scaled(heads, width)
     speed = taken(load.weights.vector(f"{prefix}.A_log", settings.num_heads), [heads]).exp()
     bias = taken(load.weights.vector(f"{prefix}.dt_bias", size), [own])
@@ -271,16 +265,11 @@ class BailingHybrid(KimiLinear):
         fields.require_silu()
         renamed = fields.renamed(SETTINGS)
         base = latent_config(renamed, cls.name, scoring="sigmoid", normalizes=True, ranked_by=2, grouped=True)
-        kinds = layer_kinds(fields, base.num_layers, {"linear_attention", "full_attention"})
         period = fields.integer("layer_group_size", 6)
         # Transformers writes a second name for the size of these heads, as it overwrites the first.
         width = fields.integer("linear_head_dim", fields.integer("head_dim", 128))
         recurrent = RecurrentConfig(
-            layers=frozenset(
-                index
-                for index in range(base.num_layers)
-                if ((index + 1) % period if kinds is None else kinds[index] == "linear_attention")
-            ),
+            layers=linear_layers(fields, base.num_layers, period),
             conv_width=fields.integer("short_conv_kernel_size", 4),
             num_heads=base.num_heads,
             head_dim=width,

@@ -26,7 +26,7 @@ from penstock.models.huggingface_config import (
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import StoredRows
 from penstock.models.recurrent import HybridDecoder, LayerCache, StateMixer
-from penstock.models.sharding import balanced, scaled
+from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
 _NORM_EPS = 1e-6  # of lightning attention, whatever the settings say of other norms
@@ -167,13 +167,7 @@ def _renamed(fields: Fields) -> Fields:
 def _load_lightning(load: LayerLoader) -> LightningAttention:
     """Load a rank's heads of lightning attention."""
     config, shard, prefix = load.config, load.weights.shard, f"{load.prefix}.self_attn"
-    if config.num_heads < shard.tensor_size:
-        raise ModelLoadError(
-            f"The {config.num_heads} heads of lightning attention cannot be sharded over "
-            f"{shard.tensor_size} ranks.",
-            hint="Lower --tensor-parallel-size.",
-        )
-    heads = balanced(config.num_heads, shard.tensor_size)[shard.tensor_rank]
+    heads = shard.own(config.num_heads, "heads of lightning attention")
     size, own = config.num_heads * config.head_dim, scaled(heads, config.head_dim)
     slopes = (2.0 ** (-8 / config.num_heads)) ** torch.arange(1, config.num_heads + 1)
     slopes = slopes * (1 - load.index / (config.num_layers - 1 + 1e-5) + 1e-5)

@@ -18,8 +18,7 @@ from penstock.models.experts import add_mlp
 from penstock.models.gguf_config import common_gguf_config, gguf_windows, metadata_fields
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.huggingface_config import (
-    layer_kinds,
-    layers_of_kind,
+    linear_layers,
     read_windows,
     rope_parameters,
     ropes_by_layer_kind,
@@ -184,12 +183,6 @@ class OlmoHybrid(HybridDecoder):
     def config_from_huggingface(cls, fields: Fields) -> ArchitectureConfig:
         fields.require_silu()
         config = super().config_from_huggingface(fields)
-        kinds = layer_kinds(fields, config.num_layers, {"linear_attention", "full_attention"})
-        if kinds is None:
-            kinds = tuple(
-                "linear_attention" if (index + 1) % 4 else "full_attention"
-                for index in range(config.num_layers)
-            )
         has_rope = rope_parameters(fields).get("rope_theta", fields.raw("rope_theta")) is not None
         num_keys = fields.integer("linear_num_key_heads", config.num_heads)
         key_dim = fields.integer("linear_key_head_dim", int(0.75 * config.hidden_size / num_keys))
@@ -197,7 +190,7 @@ class OlmoHybrid(HybridDecoder):
             config,
             unrotated_layers=frozenset() if has_rope else frozenset(range(config.num_layers)),
             recurrent=RecurrentConfig(
-                layers=layers_of_kind(kinds, "linear_attention"),
+                layers=linear_layers(fields, config.num_layers, 4),
                 conv_width=fields.integer("linear_conv_kernel_dim", 4),
                 num_heads=fields.integer("linear_num_value_heads", config.num_heads),
                 head_dim=fields.integer("linear_value_head_dim", 2 * key_dim),

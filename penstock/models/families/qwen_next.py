@@ -20,7 +20,7 @@ from penstock.models.gguf_config import common_gguf_config, gguf_experts, has_te
 from penstock.models.gguf_file import GGUFFile
 from penstock.models.gguf_source import gguf_layout
 from penstock.models.gguf_states import gguf_delta_config
-from penstock.models.huggingface_config import layer_kinds, layers_of_kind
+from penstock.models.huggingface_config import linear_layers
 from penstock.models.layers import LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_rows, rotated_rows
 from penstock.models.recurrent import HybridDecoder, log_of_decay, recurrent_settings
@@ -81,18 +81,12 @@ class Qwen35(HybridDecoder):
         fields = fields.with_usual(partial_rotary_factor=0.25, head_dim=256)
         fields.require_silu()
         config = super().config_from_huggingface(fields)
-        kinds = layer_kinds(fields, config.num_layers, {"linear_attention", "full_attention"})
-        if kinds is None:
-            period = fields.integer("full_attention_interval", 4)
-            kinds = tuple(
-                "linear_attention" if (index + 1) % period else "full_attention"
-                for index in range(config.num_layers)
-            )
+        period = fields.integer("full_attention_interval", 4)
         return dataclasses.replace(
             config,
             norm_offset=1.0,
             recurrent=RecurrentConfig(
-                layers=layers_of_kind(kinds, "linear_attention"),
+                layers=linear_layers(fields, config.num_layers, period),
                 conv_width=fields.integer("linear_conv_kernel_dim", 4),
                 num_heads=fields.integer("linear_num_value_heads", 32),
                 head_dim=fields.integer("linear_value_head_dim", 128),

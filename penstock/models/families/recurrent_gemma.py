@@ -25,7 +25,7 @@ from penstock.models.recurrent import (
     recurrent_settings,
     taken,
 )
-from penstock.models.sharding import balanced, scaled
+from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
 _CONTEXT = 8192  # tokens that the models were trained with; their files do not tell
@@ -148,12 +148,7 @@ def _load_recurrence(load: LayerLoader) -> GatedRecurrence:
     config, settings, shard = load.config, recurrent_settings(load.config), load.weights.shard
     weights, prefix = load.weights, f"{load.prefix}.self_attn"
     count, width = settings.num_heads, settings.head_dim
-    if count < shard.tensor_size:
-        raise ModelLoadError(
-            f"The {count} heads of the recurrence cannot be sharded over {shard.tensor_size} ranks.",
-            hint="Lower --tensor-parallel-size.",
-        )
-    heads = balanced(count, shard.tensor_size)[shard.tensor_rank]
+    heads = shard.own(count, "heads of the recurrence")
     size, own = count * width, scaled(heads, width)
 
     def gate(name: str) -> BlockProduct:

@@ -20,7 +20,7 @@ from penstock.models.layers import LayerLoader
 from penstock.models.layout import Layout, StoredRows
 from penstock.models.mamba import load_input, load_output, mamba1_config, mamba1_settings
 from penstock.models.recurrent import ConvWeights, StateMixer, load_conv, taken
-from penstock.models.sharding import balanced, scaled
+from penstock.models.sharding import scaled
 from penstock.models.weights import LinearPart
 
 NAMES = {
@@ -119,12 +119,7 @@ class Zamba(Zamba2):
         """Load a rank's heads of Mamba 1."""
         settings, weights = mamba1_settings(load.config), load.weights
         prefix, channels, count = f"{load.prefix}.{name}", settings.num_channels, settings.num_heads
-        if count < weights.shard.tensor_size:
-            raise ModelLoadError(
-                f"The {count} heads of Mamba cannot be shared out over {weights.shard.tensor_size} ranks.",
-                hint="Lower --tensor-parallel-size.",
-            )
-        heads = balanced(count, weights.shard.tensor_size)[weights.shard.tensor_rank]
+        heads = weights.shard.own(count, "heads of Mamba")
         own = scaled(heads, channels // count)
         return HeadedMamba1(
             into=load_input(load, prefix, own),

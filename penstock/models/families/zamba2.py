@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.core.errors import ModelLoadError
 from penstock.kernels.interface import AttentionBatch, AttentionLayer, KVStore, Ops, PackedLinear
 from penstock.models.config import ArchitectureConfig, Fields, RecurrentConfig, extended
+from penstock.models.decoder import BeforeLayer
 from penstock.models.huggingface_config import common_huggingface_config, layer_kinds
 from penstock.models.layers import ACTIVATIONS, LayerLoader, RMSNorm
 from penstock.models.layout import Layout, StoredRows, fused_gate_up, fused_rows
@@ -267,16 +268,10 @@ class Zamba2(HybridDecoder):
         )
 
     def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         embedded = residual.clone()
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             cache = ZambaCache(*self.layer_cache(index, kv, batch), embedded)
             self.run_layer(layer, residual, self._ops, cache, batch)
 

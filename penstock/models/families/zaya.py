@@ -3,7 +3,6 @@ token before, and the router of a layer reads that of the layer before it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from penstock.models.config import (
     RecurrentConfig,
     extended,
 )
+from penstock.models.decoder import BeforeLayer
 from penstock.models.experts import PARTS, expert_routing
 from penstock.models.huggingface_config import (
     layer_kinds,
@@ -251,16 +251,10 @@ class Zaya(HybridDecoder):
         )
 
     def _run_one_by_one(
-        self,
-        residual: Tensor,
-        batch: AttentionBatch,
-        kv: KVStore,
-        before_layer: Callable[[int], None] | None = None,
+        self, residual: Tensor, batch: AttentionBatch, kv: KVStore, before_layer: BeforeLayer = None
     ) -> None:
         ops, narrow = self._ops, None
-        for index, layer in enumerate(self._layers):
-            if before_layer is not None:
-                before_layer(index)
+        for index, layer in self._in_turn(before_layer):
             cache = self.layer_cache(index, kv, batch)
             qkv = layer.mixer(ops, layer.attention_norm(ops, residual), cache.states, batch)
             attended = ops.attend(qkv, layer.attention.layer, cache.kv, batch)
