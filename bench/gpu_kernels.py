@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Microseconds of CUDA kernels beside what they replace: sampling against a sort, int8 products against bfloat16
 products, the products of a layer of Llama-8B in every format, each of these products in four bits, the products of
-Qwen3-30B-A3B's experts, attention over prompts on Hopper against the kernel for every GPU, and against FlashInfer
-where that is installed, and attention of tokens that verify drafts, together and as decodes of their own.
+Qwen3-30B-A3B's experts, the experts of several models for one token, attention over prompts on Hopper against the
+kernel for every GPU, and against FlashInfer where that is installed, and attention of tokens that verify drafts,
+together and as decodes of their own.
 
-    python -m bench.gpu_kernels [sampling] [products] [layers] [four-bits] [experts] [attention] [drafts]
+    python -m bench.gpu_kernels [sampling] [products] [layers] [four-bits] [experts] [one-token] [attention] [drafts]
 """
 
 from __future__ import annotations
@@ -353,12 +354,52 @@ def experts() -> None:
         row(tokens, *cells)
 
 
+# Experts, the experts of a token, hidden and inner size.
+MIXTURES = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768),
+    "Qwen3-Next": (512, 10, 2048, 512),
+    "DeepSeek-V2-Lite": (64, 6, 2048, 1408),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+}
+BYTES_PER_US = 4.28e6  # that a copy reads and writes
+
+
+def one_token() -> None:
+    """Norm, router and experts of a layer for one token, beside the time that reading its experts takes."""
+    ops = TritonOps(DEVICE, torch.bfloat16)
+    print("\nexperts of one token in bfloat16, with norm and router, µs")
+    row("model", "time", "bytes of the chosen experts at 4.28 TB/s")
+    row(*["---"] * 3)
+    for name, (count, chosen, hidden, inner) in MIXTURES.items():
+        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
+        routing = Routing(num_experts=count, top_k=chosen, normalizes=True)
+        norm = torch.rand(hidden, dtype=torch.bfloat16, device=DEVICE)
+        layers = [
+            (
+                ops.pack_linear([matrix("bfloat16", count, hidden)]),
+                ops.pack_experts(
+                    ExpertWeights(*(matrix("bfloat16", *shape) for shape in shapes)) for _ in range(count)
+                ),
+            )
+            for _ in range(3)
+        ]
+
+        def run(residual: torch.Tensor, layer: Any, given: Any = (norm, routing)) -> None:
+            norm, routing = given
+            ops.moe_block(residual, norm, 1e-6, *layer, routing, "silu")
+
+        runs = [functools.partial(run, layer=layer) for layer in layers]
+        taken = graph_microseconds(runs, torch.randn(1, hidden, dtype=torch.bfloat16, device=DEVICE))
+        row(name, f"{taken:.1f}", f"{chosen * 3 * hidden * inner * 2 / BYTES_PER_US:.1f}")
+
+
 PARTS = {
     "sampling": sampling,
     "products": products,
     "layers": layers,
     "four-bits": four_bits,
     "experts": experts,
+    "one-token": one_token,
     "attention": attention,
     "drafts": drafts,
 }

@@ -13,6 +13,7 @@ from penstock.kernels.interface import (
     Activation,
     DenseWeight,
     ExpertGroups,
+    ExpertWeights,
     GroupQuantWeight,
     Routing,
     WeightData,
@@ -214,7 +215,9 @@ def test_a_block_is_its_parts(rows: int, hidden: int, inner: int, bias: bool) ->
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 256, 3000])
-@pytest.mark.parametrize(("experts", "top_k", "inner"), [(128, 8, 768), (8, 2, 512), (6, 3, 96)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "inner"), [(128, 8, 768), (8, 2, 512), (6, 3, 96), (64, 6, 1408)]
+)
 @pytest.mark.parametrize("normalizes", [False, True])
 def test_experts(tokens: int, experts: int, top_k: int, inner: int, normalizes: bool) -> None:
     routing = Routing(experts, top_k, normalizes)
@@ -375,6 +378,41 @@ def test_products_in_a_graph(form: str, rows: int) -> None:
     for _ in range(10):
         graph.replay()
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("form", ["dense", "fp8", "MXFP4"])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (3, 2)])
+def test_experts_in_a_graph(form: str, tokens: int, top_k: int) -> None:
+    """The kernel for down reads weights beside the kernel for gate and up."""
+    ops, layers = NARROW.ops, []
+    matrix = NARROW.matrix if form == "dense" else EXPERT_FORMATS[form][0]
+    for _ in range(4):
+        kinds = [ExpertWeights(matrix(768, 2048), matrix(768, 2048), matrix(2048, 768)) for _ in range(4)]
+        packed = ops.pack_experts(kinds[index % 4] for index in range(64))
+        layers.append((ops.pack_linear([NARROW.matrix(64, 2048)]), packed))
+    norm = torch.rand(2048, device=DEVICE, dtype=NARROW.dtype) + 0.5
+    routing = Routing(64, top_k, True)
+    given = NARROW.normal(tokens, 2048)
+    residual = given.clone()
+
+    def run(wait: bool) -> None:
+        for router, packed in layers:
+            ops.moe_block(residual, norm, 1e-5, router, packed, routing, "silu")
+            if wait:
+                torch.cuda.synchronize()
+
+    run(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(wait=False)
+    for _ in range(20):
+        given = NARROW.normal(tokens, 2048)
+        residual.copy_(given)
+        run(wait=True)
+        expected = residual.clone()
+        residual.copy_(given)
+        graph.replay()
+        assert torch.equal(residual, expected)
 
 
 @pytest.mark.parametrize("group", [32, 128])

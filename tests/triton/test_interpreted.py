@@ -248,6 +248,10 @@ def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> Non
     assert share_of_close_tokens(HALF, tokens, experts, routing, hidden=64, inner=96) > 0.9
 
 
+def test_experts_of_one_token_that_are_wider_than_what_is_read_ahead() -> None:
+    assert share_of_close_tokens(HALF, 1, 4, Routing(4, 3, True), hidden=48, inner=600) == 1
+
+
 def test_experts_of_many_tokens() -> None:
     """Their tiles are the largest."""
     routing = Routing(2, 2, True)

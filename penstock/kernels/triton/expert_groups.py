@@ -60,8 +60,7 @@ def _route_kernel(
     best = tl.zeros(ranks.shape, tl.float32)
     best_index = tl.zeros(ranks.shape, tl.int32)
     for rank in tl.static_range(TOP_K):
-        where = tl.argmax(shares, axis=0)
-        share = tl.max(shares, axis=0)
+        share, where = tl.max(shares, axis=0, return_indices=True)
         best = tl.where(ranks == rank, share, best)
         best_index = tl.where(ranks == rank, where, best_index)
         shares = tl.where(index == where, -1.0, shares)
@@ -133,13 +132,18 @@ def _group_kernel(
     tl.store(tile_pairs + own, tl.where(is_used, tl.minimum(held, rows), 0), mask=own < tiles)
 
 
+def groups_tokens(tokens: int, top_k: int, experts: int) -> bool:
+    """Return whether this many tokens are grouped by expert."""
+    return tokens > 1 and tokens * top_k > experts // SPARSE
+
+
 def route_and_group(logits: Tensor, routing: Routing) -> tuple[Tensor, Groups | Tensor]:
     """float32 [T, E] → the weights of the pairs, float32 [T × K], and the pairs by expert; for few pairs, their
     experts, int32 [T × K]."""
     tokens, experts = logits.shape
     pairs = tokens * routing.top_k
     padded = next_power_of_2(experts)
-    is_grouped = tokens > 1 and pairs > experts // SPARSE
+    is_grouped = groups_tokens(tokens, routing.top_k, experts)
     counts = logits  # any pointer will do
     counts_ahead = pairs > FEW_PAIRS[-1]
     if counts_ahead:

@@ -1,9 +1,10 @@
 """A mixture's experts for a single token, or a few: every token reads the weights of its own experts.
 
-Two kernels, which need no groups of tokens and no tensor cores: gate and up with the activation, and down with the
-sum over a token's experts and the residual. A program reads some outputs of a matrix over its whole width, and asks
-for as much of the width at once as registers hold. A program of the second kernel asks for the matrices of all of a
-token's experts at once: one after the other, each would wait for memory anew.
+Three kernels, which need no groups of tokens and no tensor cores: the router with the norm in front, gate and up
+with the activation, and down with the sum over a token's experts and the residual. A program reads some outputs of a
+matrix over its whole width, and asks for as much of the width at once as registers hold. A program of the last kernel
+asks for the matrices of all of a token's experts at once, because one after the other each would wait for memory
+anew. The program does so while gate and up are still being read: the choice of experts is known before.
 """
 
 from __future__ import annotations
@@ -16,13 +17,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.interface import Activation
+from penstock.kernels.interface import Activation, Routing
+from penstock.kernels.reference import TorchLinear
 from penstock.kernels.triton.device import cdiv, next_power_of_2
 from penstock.kernels.triton.elementwise import KINDS, gate_up_product
+from penstock.kernels.triton.expert_groups import groups_tokens
 from penstock.kernels.triton.expert_numbers import eight_bits, factor, four_bits, load_scale
 from penstock.kernels.triton.expert_weights import DENSE, FLOAT8, NO_SCALES, ExpertStack
-from penstock.kernels.triton.overlap import launch_options, wait_for_previous
-from penstock.kernels.triton.targets import row_tile
+from penstock.kernels.triton.overlap import (
+    launch_options,
+    let_next_run_beside,
+    let_next_start,
+    wait_for_previous,
+)
+from penstock.kernels.triton.targets import MOST_PAIRED, row_tile
 
 
 @triton.jit
@@ -41,18 +49,19 @@ def _dense_part(x, codes, first, second, K, WIDTH: tl.constexpr, OUTPUTS: tl.con
 
 
 @triton.jit
-def _dense_pairs(
-    x, codes, pair, present, place, K, WIDTH: tl.constexpr, PAIRS: tl.constexpr, OUTPUTS: tl.constexpr
-):  # fmt: skip
-    """The products of the rows of some pairs with the rows at `place`, [pairs, outputs]: float32."""
-    total = tl.zeros((PAIRS, OUTPUTS, WIDTH), tl.float32)
-    for start in range(0, K, WIDTH):
-        columns = start + tl.arange(0, WIDTH)
-        inside = present[:, None] & (columns < K)[None, :]
-        row = tl.load(x + pair[:, None] * K + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        at = codes + place[:, :, None] * K + columns[None, None, :]
-        total += tl.load(at, mask=inside[:, None, :], other=0.0).to(tl.float32) * row[:, None, :]
-    return tl.sum(total, axis=2)
+def _load_pairs(at, present, start, K, WIDTH: tl.constexpr):
+    """Some columns of the rows at `at`, [pairs, outputs, WIDTH]: zero for pairs that are not present."""
+    columns = start + tl.arange(0, WIDTH)
+    inside = present[:, None] & (columns < K)[None, :]
+    return tl.load(at[:, :, None] + columns[None, None, :], mask=inside[:, None, :], other=0.0)
+
+
+@triton.jit
+def _multiply_pairs(total, tile, x_at, present, start, K, WIDTH: tl.constexpr):
+    columns = start + tl.arange(0, WIDTH)
+    inside = present[:, None] & (columns < K)[None, :]
+    row = tl.load(x_at[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    return total + tl.sum(tile.to(tl.float32) * row[:, None, :], axis=2)
 
 
 @triton.jit
@@ -148,7 +157,7 @@ def _gate_up_kernel(
     pair = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     own = tl.minimum(outputs, N - 1)
-    wait_for_previous()
+    let_next_run_beside()
     expert = tl.load(chosen + pair).to(tl.int64)
     row = (pair // TOP_K).to(tl.int64) * K
     place = expert * 2 * N + own
@@ -182,8 +191,10 @@ def _down_kernel(
     TOP_K: tl.constexpr, WEIGHS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr,
     FORM: tl.constexpr, SCALES: tl.constexpr, OFFSETS: tl.constexpr, ROW_SCALES: tl.constexpr,
     ORDERED: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr, OUTPUTS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """x is [pairs, K]. Adds the products of a token's pairs to its row of `residual`."""
+    """x is [pairs, K]. Adds the products of a token's pairs to its row of `residual`. With WHOLE, SPAN is not less
+    than K. The kernel runs beside the one for gate and up: all but x is complete when it starts."""
     PAIRS: tl.constexpr = triton.next_power_of_2(TOP_K)
     token = tl.program_id(1)
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -191,12 +202,29 @@ def _down_kernel(
     index = tl.arange(0, PAIRS)
     present = index < TOP_K
     pair = token.to(tl.int64) * TOP_K + tl.where(present, index, 0)
-    wait_for_previous()
-    expert = tl.load(chosen + pair).to(tl.int64)
+    let_next_start()
+    expert = tl.load(chosen + pair, cache_modifier=".cg").to(tl.int64)
     place = expert[:, None] * N + own[None, :]
+    target = residual + token.to(tl.int64) * N + outputs
+    before = tl.load(target, mask=outputs < N, other=0.0, cache_modifier=".cg").to(tl.float32)
+    if WEIGHS:
+        share = tl.load(pair_weights + pair, cache_modifier=".cg")[:, None]
     if FORM == DENSE:
-        made = _dense_pairs(x, codes, pair, present, place, K, SPAN, PAIRS, OUTPUTS)
+        at = codes + place * K
+        x_at = x + pair * K
+        tile = _load_pairs(at, present, 0, K, SPAN)
+        later = tile
+        if not WHOLE:
+            later = _load_pairs(at, present, SPAN, K, SPAN)
+        wait_for_previous()
+        made = _multiply_pairs(tl.zeros((PAIRS, OUTPUTS), tl.float32), tile, x_at, present, 0, K, SPAN)
+        if not WHOLE:
+            for start in range(SPAN, K, SPAN):
+                tile = later
+                later = _load_pairs(at, present, start + SPAN, K, SPAN)
+                made = _multiply_pairs(made, tile, x_at, present, start, K, SPAN)
     else:
+        wait_for_previous()
         entry = tl.arange(0, PAIRS * SPAN)
         is_entry = entry // SPAN < TOP_K
         of_entry = token.to(tl.int64) * TOP_K + tl.where(is_entry, entry // SPAN, 0)
@@ -211,12 +239,71 @@ def _down_kernel(
     if BIAS:
         made += tl.load(bias + place)
     if WEIGHS:
-        made *= tl.load(pair_weights + pair)[:, None]
+        made *= share
     # As a product of its own would be rounded.
     made = tl.where(present[:, None], made.to(residual.dtype.element_ty).to(tl.float32), 0.0)
-    at = residual + token.to(tl.int64) * N + outputs
-    total = tl.load(at, mask=outputs < N, other=0.0).to(tl.float32) + tl.sum(made, axis=0)
-    tl.store(at, total.to(residual.dtype.element_ty), mask=outputs < N)
+    total = before + tl.sum(made, axis=0)
+    tl.store(target, total.to(residual.dtype.element_ty), mask=outputs < N)
+
+
+@triton.jit
+def _router_kernel(
+    x, norm, weight, bias, normed, logits, N, K, eps,
+    BIAS: tl.constexpr, OUTPUTS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Every program of a token computes the norm, and the first one writes it."""
+    token = tl.program_id(1).to(tl.int64)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < K
+    let_next_start()
+    at = weight + tl.minimum(outputs, N - 1)[:, None] * K + columns[None, :]
+    tile = tl.load(at, mask=inside[None, :], other=0.0)
+    factors = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
+    row = tl.load(x + token * K + columns, mask=inside, other=0.0).to(tl.float32)
+    row = row * tl.rsqrt(tl.sum(row * row, axis=0) / K + eps) * factors
+    row = row.to(normed.dtype.element_ty)
+    if tl.program_id(0) == 0:
+        tl.store(normed + token * K + columns, row, mask=inside)
+    total = tl.sum(tile.to(tl.float32) * row.to(tl.float32)[None, :], axis=1)
+    if BIAS:
+        total += tl.load(bias + outputs, mask=outputs < N, other=0.0).to(tl.float32)
+    tl.store(logits + token * N + outputs, total, mask=outputs < N)
+
+
+def routes_rows(x: Tensor, router: object, routing: Routing) -> bool:
+    """Return whether `normed_router` takes this step's rows."""
+    tokens, width = x.shape
+    is_few = (
+        tokens > 0 and x.is_contiguous() and not groups_tokens(tokens, routing.top_k, routing.num_experts)
+    )
+    return is_few and isinstance(router, TorchLinear) and width <= row_tile("router").width
+
+
+def normed_router(x: Tensor, norm: Tensor, eps: float, router: TorchLinear) -> tuple[Tensor, Tensor]:
+    """Return the RMS norm of x, and the logits of its product with the router: float32 [T, E]."""
+    (tokens, width), experts = x.shape, router.weight.shape[0]
+    normed = torch.empty_like(x)
+    logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+    shape = row_tile("router")
+    _router_kernel[(cdiv(experts, shape.outputs), tokens)](
+        x,
+        norm,
+        router.weight,
+        x if router.bias is None else router.bias,  # any pointer will do
+        normed,
+        logits,
+        experts,
+        width,
+        eps,
+        BIAS=router.bias is not None,
+        OUTPUTS=shape.outputs,
+        WIDTH=next_power_of_2(width),
+        num_warps=shape.num_warps,
+        **launch_options(),
+    )
+    return normed, logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +359,9 @@ def _launch(
     at_once = 1 if gated else next_power_of_2(pairs.top_k)
     if is_dense:
         span, chunk = min(shape.width, next_power_of_2(weight.width)), 0
-        num_outputs = shape.outputs if gated else max(1, shape.outputs * shape.width // (span * at_once))
+        num_outputs = shape.outputs
+        if not gated:
+            num_outputs = min(MOST_PAIRED, max(1, num_outputs * shape.width // (span * at_once)))
     else:
         chunk, num_outputs = weight.chunk, shape.outputs
         bytes_each = num_outputs * weight.codes.shape[3]
@@ -300,6 +389,7 @@ def _launch(
         CHUNK=chunk,
         SPAN=span,
         OUTPUTS=num_outputs,
+        **({} if gated else {"WHOLE": span >= weight.width}),
         num_warps=shape.num_warps,
         **options,
         **launch_options(),

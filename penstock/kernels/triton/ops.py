@@ -35,6 +35,7 @@ from penstock.kernels.triton.channel_scan import channel_scan
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.device import empty_rows
 from penstock.kernels.triton.elementwise import gated, rms_norm
+from penstock.kernels.triton.expert_rows import normed_router, routes_rows
 from penstock.kernels.triton.experts import StackedExperts, add_experts, pack_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.int4 import Int4Linear
@@ -244,8 +245,12 @@ class TritonOps:
         routing: Routing,
         activation: Activation,
     ) -> None:
-        normed = rms_norm(residual, norm, eps)
-        add_experts(normed, self.logits(normed, router), experts, routing, activation, residual)
+        if routes_rows(residual, router, routing):
+            normed, logits = normed_router(residual, norm, eps, router)
+        else:
+            normed = rms_norm(residual, norm, eps)
+            logits = self.logits(normed, router)
+        add_experts(normed, logits, experts, routing, activation, residual)
 
     def add_up(self, x: Tensor) -> Tensor:
         return x

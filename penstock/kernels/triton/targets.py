@@ -53,6 +53,8 @@ class RowTile:
 
 
 SMALLEST_WIDTH = 32
+MOST_PAIRED = 8  # outputs of a program for all pairs of a token
+MOST_ROUTED = 8192  # columns of a router that one program reads at once
 GLUON_SINCE, GLUON_BEFORE = (3, 6), (3, 10)  # Gluon still changes: versions that compile its kernels
 
 # Tiles by kernel and case, measured on an H200 over the shapes of 0.6 to 8 billion parameters and of Qwen3-30B-A3B.
@@ -97,9 +99,10 @@ ROW_TILES: Mapping[str, RowTile] = {
     "dense, few outputs": RowTile(outputs=4, width=2048, num_warps=8),
     "dense, some outputs": RowTile(outputs=4, width=512, num_warps=4, ahead=True),
     "dense, many outputs": RowTile(outputs=16, width=512, num_warps=8),
-    "experts, gated": RowTile(outputs=2, width=1024, num_warps=4),
-    # For one pair. Programs for the pairs of a token at once have fewer outputs.
-    "experts": RowTile(outputs=16, width=1024, num_warps=8),
+    "router": RowTile(outputs=1, width=MOST_ROUTED, num_warps=4),
+    "experts, gated": RowTile(outputs=1, width=1024, num_warps=4),
+    # For one pair. Programs for many pairs of a token have fewer outputs, and for few not more than `MOST_PAIRED`.
+    "experts": RowTile(outputs=64, width=256, num_warps=4),
     # Widths are the bytes of codes that a program reads at a time.
     "packed experts, gated": RowTile(outputs=8, width=4096, num_warps=4),
     "packed experts": RowTile(outputs=4, width=16384, num_warps=8),
