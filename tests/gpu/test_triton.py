@@ -322,8 +322,10 @@ def test_four_bits_of_any_shape(hidden: int, inner: int, group: int, rows: int) 
     assert max(errors.values()) < 0.02, errors
 
 
-@pytest.mark.parametrize(("hidden", "inner"), [(128, 72), (384, 1000), (4096, 14336), (2944, 96)])
-@pytest.mark.parametrize("rows", [2, 15, 32, 64])
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(128, 72), (384, 1000), (4096, 14336), (2944, 96), (2880, 2080)]
+)
+@pytest.mark.parametrize("rows", [1, 2, 15, 32, 64])
 @pytest.mark.parametrize("method", [None, "fp8"])
 def test_few_rows_of_any_shape(hidden: int, inner: int, rows: int, method: Quantization | None) -> None:
     """The outputs need not fill a tile. `down` has a width that does not fit every kernel."""

@@ -241,6 +241,11 @@ def test_a_block_is_its_parts(rows: int, bias: bool) -> None:
     assert block_error(HALF, rows, Heads(4, 2, 32), hidden=128, inner=128, bias=bias) < 4e-3
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_row_whose_width_is_no_multiple_of_a_tile(bias: bool) -> None:
+    assert block_error(HALF, 1, Heads(3, 1, 48), hidden=144, inner=80, bias=bias) < 4e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize(("experts", "top_k", "normalizes"), [(8, 2, False), (6, 3, True)])
 def test_experts(tokens: int, experts: int, top_k: int, normalizes: bool) -> None:

@@ -25,6 +25,7 @@ from penstock.kernels.triton.overlap import launch_options, let_next_start, wait
 from penstock.kernels.triton.targets import RowTile, Tile, row_tile, tile
 
 MAX_ROWS = 32
+SMALLEST_PART = 128  # columns of one row: where they do not divide the width, the last part has fewer columns
 
 
 @triton.jit
@@ -54,12 +55,25 @@ def finish_row(result, up, added, at, inside, out, GATED: tl.constexpr, IS_SILU:
 
 
 @triton.jit
+def _columns(at, columns, left, WHOLE: tl.constexpr):
+    """Load the columns at `at`: zero for those past the last, of which there are none with WHOLE."""
+    if WHOLE:
+        values = tl.load(at)
+    elif len(at.shape) == 2:
+        values = tl.load(at, mask=(columns < left)[None, :], other=0.0)
+    else:
+        values = tl.load(at, mask=columns < left, other=0.0)
+    return values
+
+
+@triton.jit
 def _one_row_kernel(
     x, weight, bias, norm, residual, out, N, K, eps,
     NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
-    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, AHEAD: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """With AHEAD, two tiles of weights are being loaded before the previous kernel has ended, and from then on."""
+    """With AHEAD, two tiles of weights are being loaded before the previous kernel has ended, and from then on. With
+    WHOLE, WIDTH divides K."""
     outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, WIDTH)
     inside = outputs < N
@@ -71,10 +85,10 @@ def _one_row_kernel(
     let_next_start()
     if AHEAD:
         more = (WIDTH + columns < K)[None, :]
-        next_tile = tl.load(at)
+        next_tile = _columns(at, columns, K, WHOLE)
         later_tile = tl.load(at + WIDTH, mask=more, other=0.0)
         if GATED:
-            next_up = tl.load(at + second)
+            next_up = _columns(at + second, columns, K, WHOLE)
             later_up = tl.load(at + second + WIDTH, mask=more, other=0.0)
     wait_for_previous()
     added = load_added(outputs, outputs, inside, bias, residual, BIAS, ADD)
@@ -89,13 +103,13 @@ def _one_row_kernel(
                 next_up = later_up
                 later_up = tl.load(at + second + start + 2 * WIDTH, mask=more, other=0.0)
         else:
-            tile = tl.load(at + start)
+            tile = _columns(at + start, columns, K - start, WHOLE)
             if GATED:
-                up_tile = tl.load(at + second + start)
-        row = tl.load(x + start + columns).to(tl.float32)
+                up_tile = _columns(at + second + start, columns, K - start, WHOLE)
+        row = _columns(x + start + columns, columns, K - start, WHOLE).to(tl.float32)
         if NORM:
             squares += row * row
-            row = row * tl.load(norm + start + columns).to(tl.float32)
+            row = row * _columns(norm + start + columns, columns, K - start, WHOLE).to(tl.float32)
         total += tile.to(tl.float32) * row[None, :]
         if GATED:
             total_up += up_tile.to(tl.float32) * row[None, :]
@@ -105,6 +119,31 @@ def _one_row_kernel(
     result = tl.sum(total, axis=1) * scale
     up = tl.sum(total_up, axis=1) * scale
     finish_row(result, up, added, outputs, inside, out, GATED, IS_SILU)
+
+
+@triton.jit
+def _whole_row_kernel(
+    x, weight, bias, norm, residual, out, N, K, eps,
+    NORM: tl.constexpr, GATED: tl.constexpr, IS_SILU: tl.constexpr, ADD: tl.constexpr, BIAS: tl.constexpr,
+    OUTPUTS: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """All weights of a program are being loaded before the previous kernel has ended: WIDTH is not less than K, and
+    with WHOLE the same. Behind attention, which leaves memory idle, most of a product's weights are there early."""
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, WIDTH)
+    inside = outputs < N
+    at = weight + tl.minimum(outputs, N - 1)[:, None].to(tl.int64) * K + columns[None, :]
+    let_next_start()
+    tile = _columns(at, columns, K, WHOLE)
+    wait_for_previous()
+    added = load_added(outputs, outputs, inside, bias, residual, BIAS, ADD)
+    row = _columns(x + columns, columns, K, WHOLE).to(tl.float32)
+    scale = 1.0
+    if NORM:
+        scale = tl.rsqrt(tl.sum(row * row, axis=0) / K + eps)
+        row = row * _columns(norm + columns, columns, K, WHOLE).to(tl.float32)
+    result = tl.sum(tile.to(tl.float32) * row[None, :], axis=1) * scale
+    finish_row(result, result, added, outputs, inside, out, GATED, IS_SILU)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -207,7 +246,8 @@ class RowProduct:
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Return whether the kernels here take this product."""
-    return 0 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and weight.shape[1] % 128 == 0
+    unit = 16 if x.shape[0] == 1 else 128
+    return 0 < x.shape[0] <= MAX_ROWS and x.dtype != torch.float32 and weight.shape[1] % unit == 0
 
 
 def linear(
@@ -220,16 +260,19 @@ def linear(
     outputs = product.num_outputs(weight.shape[0])
     if rows == 1:
         row_shape = _row_tile(outputs, width, is_gated)
+        is_whole = _loads_whole_rows(row_shape, width)
+        columns = next_power_of_2(width) if is_whole else row_shape.width
         return product.launch(
-            _one_row_kernel,
+            _whole_row_kernel if is_whole else _one_row_kernel,
             cdiv(outputs, row_shape.outputs),
             x,
             (weight,),
             bias,
             outputs,
             OUTPUTS=row_shape.outputs,
-            WIDTH=row_shape.width,
-            AHEAD=row_shape.ahead,
+            WIDTH=columns,
+            WHOLE=width % columns == 0,
+            **({} if is_whole else {"AHEAD": row_shape.ahead}),
             num_warps=row_shape.num_warps,
         )
     out = product.residual
@@ -266,12 +309,22 @@ def linear(
 
 def _row_tile(outputs: int, width: int, gated: bool) -> RowTile:
     if width < 2048:
-        case = "narrow"
+        case = "narrow, gated" if gated else "narrow"
     elif gated:
-        case = "gated"
+        case = "gated, few outputs" if 2048 <= outputs <= 4096 else "gated"
+    elif outputs <= 2048:
+        case = "few outputs, whole" if width <= 4096 else "few outputs"
     else:
-        case = "few outputs" if outputs <= 2048 else "some outputs" if outputs <= 4096 else "many outputs"
-    return row_tile(f"dense, {case}").fitted(width)
+        case = "some outputs" if outputs <= 4096 else "many outputs"
+    shape = row_tile(f"dense, {case}")
+    if _loads_whole_rows(shape, width) or width % SMALLEST_PART:
+        return shape
+    return shape.fitted(width)
+
+
+def _loads_whole_rows(shape: RowTile, width: int) -> bool:
+    """Return whether all weights of a program are loaded ahead."""
+    return shape.ahead and shape.width >= width
 
 
 def _tile(rows: int, outputs: int, width: int, gated: bool) -> Tile:

@@ -94,9 +94,12 @@ TILES: Mapping[str, Tile] = {
 }
 # The same of products of one row, which need no shared memory. Widths of float8 are in words of four numbers.
 ROW_TILES: Mapping[str, RowTile] = {
-    "dense, narrow": RowTile(outputs=4, width=512, num_warps=4),
+    "dense, narrow": RowTile(outputs=4, width=2048, num_warps=4, ahead=True),
+    "dense, narrow, gated": RowTile(outputs=4, width=512, num_warps=4),
     "dense, gated": RowTile(outputs=1, width=512, num_warps=2),
-    "dense, few outputs": RowTile(outputs=4, width=2048, num_warps=8),
+    "dense, gated, few outputs": RowTile(outputs=8, width=512, num_warps=4),
+    "dense, few outputs": RowTile(outputs=4, width=1024, num_warps=8),
+    "dense, few outputs, whole": RowTile(outputs=8, width=4096, num_warps=8, ahead=True),
     "dense, some outputs": RowTile(outputs=4, width=512, num_warps=4, ahead=True),
     "dense, many outputs": RowTile(outputs=16, width=512, num_warps=8),
     "router": RowTile(outputs=1, width=MOST_ROUTED, num_warps=4),
