@@ -58,7 +58,10 @@ PREFILLS = (
 )
 # Decodes: one row, and the padded sizes of products, with one token per request. The first steps split contexts over
 # the chip, the later steps do not.
-DECODES = tuple(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128))
+DECODES = (
+    WarmUpStep(1, 1, VERY_LONG_CONTEXT),
+    *(WarmUpStep(count, 1, LONG_CONTEXT) for count in (1, 2, 8, 32, 64, 128)),
+)
 # Attention splits contexts of the first step over the chip. The second has too short ones, the third too many.
 VERIFICATIONS = tuple(
     WarmUpStep(count, 1, span, verifies=True, has_trees=has_trees)

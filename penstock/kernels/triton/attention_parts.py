@@ -13,8 +13,11 @@ from torch import Tensor
 from penstock.kernels.triton.device import next_power_of_2
 from penstock.kernels.triton.overlap import launch_options, wait_for_previous
 
-MERGED_AT_ONCE = 8
-MERGED_BY_A_WARP = 128  # numbers of a head: rows are many, and warps of a program would wait for each other
+# Splits that are merged at once, and numbers of a head for each warp: of many rows, warps of a program would wait for
+# each other. Latents are wide, and a token has few rows of them.
+MERGED_AT_ONCE, MERGED_BY_A_WARP = 8, 128
+WIDE_HEAD = 512
+WIDE_MERGED_AT_ONCE, WIDE_MERGED_BY_A_WARP = 16, 64
 
 
 @triton.jit
@@ -211,6 +214,9 @@ class Partials:
         """Merge the splits of rows that are the heads of tokens, one token after the other."""
         if self.splits == 1:
             return
+        at_once, by_a_warp = MERGED_AT_ONCE, MERGED_BY_A_WARP
+        if head_dim >= WIDE_HEAD:
+            at_once, by_a_warp = WIDE_MERGED_AT_ONCE, WIDE_MERGED_BY_A_WARP
         _merge_kernel[(rows,)](
             self.out,
             self.highest,
@@ -221,8 +227,8 @@ class Partials:
             H=num_heads,
             D=head_dim,
             D_PAD=next_power_of_2(head_dim),
-            TILE=MERGED_AT_ONCE,
+            TILE=at_once,
             HAS_SINKS=sinks is not None,
-            num_warps=max(1, next_power_of_2(head_dim) // MERGED_BY_A_WARP),
+            num_warps=max(1, next_power_of_2(head_dim) // by_a_warp),
             **launch_options(),
         )

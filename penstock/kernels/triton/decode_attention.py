@@ -240,13 +240,19 @@ def _tile(head_size: int, bytes_each: int, *, is_small: bool) -> KeyTile:
     return KeyTile(keys, stages(most, keys * head_size * bytes_each), num_warps)
 
 
-def split_length(programs: int, span: int, processors: int) -> int:
+def split_length(
+    programs: int,
+    span: int,
+    processors: int,
+    shortest_split: int = SHORTEST_SPLIT,
+    few_splits: int = FEW_SPLITS,
+) -> int:
     """Return the number of keys for one program, so that the programs fill the chip evenly whatever the lengths of
     contexts. `programs` is their number without splitting."""
     # Where contexts may be long, most are likely short: no request should wait for one program that loops over
     # thousands of keys.
     keys = LONGEST_SPLIT if span <= LONGEST_SPLIT else LONGEST_SPLIT // 4
-    shortest = max(next_power_of_2(span // FEW_SPLITS), SHORTEST_SPLIT)
+    shortest = max(next_power_of_2(span // few_splits), shortest_split)
     while keys > shortest and programs * -(-span // keys) < PROGRAMS_PER_PROCESSOR * processors:
         keys //= 2
     return max(keys, next_power_of_2(-(-span // MAX_SPLITS)))

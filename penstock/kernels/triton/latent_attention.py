@@ -14,17 +14,74 @@ from torch import Tensor
 
 from penstock.kernels import tensor_kv
 from penstock.kernels.interface import AttentionBatch, LatentLayer
-from penstock.kernels.latent import absorbed, split_query
+from penstock.kernels.latent import absorbed, split_query, values_of
 from penstock.kernels.tensor_kv import TorchKVPart
 from penstock.kernels.triton.attention_parts import Partials, finish
 from penstock.kernels.triton.decode_attention import split_length
 from penstock.kernels.triton.device import cdiv, next_power_of_2, num_processors
+from penstock.kernels.triton.overlap import launch_options, let_next_start, wait_for_previous
 from penstock.kernels.triton.targets import current
 
-KEYS = 32
+KEYS = 32  # of a tile, several of which make a split
 SMALL_TILE, LARGE_TILE = 16, 64
+# For requests with one token each. All heads read the same entries, so that a request has few programs, and short
+# splits pay. The shortest ones are read at once.
+SHORT_SPLIT, FEW_SPLITS = 64, 32
 HEADS_AT_ONCE = 8
+FEW_TOKENS = 4  # of which each reads the matrices of all heads by itself
+HEAD_NUMBERS = 8192  # of a matrix that one program reads
 LARGEST_CODE = tl.constexpr(float(tensor_kv.LARGEST_CODE))
+
+
+@triton.jit
+def _head_kernel(
+    x, weight, out, N, C, x_stride, x_head_stride, out_stride, out_head_stride,
+    WIDTH: tl.constexpr, OUTPUTS: tl.constexpr,
+):  # fmt: skip
+    """A head's row of N numbers times the head's matrix, [N, C]."""
+    head = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64)
+    rows = tl.arange(0, WIDTH)
+    columns = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    let_next_start()
+    inside = (rows < N)[:, None] & (columns < C)[None, :]
+    at = weight + (head * N + rows[:, None]).to(tl.int64) * C + columns[None, :]
+    tile = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    wait_for_previous()
+    own = tl.load(x + token * x_stride + head * x_head_stride + rows, mask=rows < N, other=0.0).to(tl.float32)
+    made = tl.sum(tile * own[:, None], axis=0).to(out.dtype.element_ty)
+    tl.store(out + token * out_stride + head * out_head_stride + columns, made, mask=columns < C)
+
+
+def by_head(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """[T, H, N] × [H, N, C] → `out`, [T, H, C]. The last numbers lie side by side."""
+    (tokens, heads, width), outputs = x.shape, weight.shape[2]
+    padded = next_power_of_2(width)
+    own = min(next_power_of_2(outputs), max(16, HEAD_NUMBERS // padded))
+    _head_kernel[(cdiv(outputs, own), heads, tokens)](
+        x,
+        weight,
+        out,
+        width,
+        outputs,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        WIDTH=padded,
+        OUTPUTS=own,
+        num_warps=4,
+        **launch_options(),
+    )
+    return out
+
+
+def latent_values(weighted: Tensor, layer: LatentLayer) -> Tensor:
+    """Turn weighted sums of latents into values: [T, H, C] → [T, H × V]."""
+    if weighted.shape[0] > FEW_TOKENS:
+        return values_of(weighted, layer)
+    out = weighted.new_empty(*weighted.shape[:2], layer.value_up.shape[2])
+    return by_head(weighted, layer.value_up, out).flatten(1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -39,9 +96,12 @@ def _write_kernel(
     half: tl.constexpr = R // 2
     pairs = tl.arange(0, HALF_PAD)
     is_pair = pairs < half
+    let_next_start()
     angles = rope + tl.load(positions + token).to(tl.int64) * R + pairs
     cosine = tl.load(angles, mask=is_pair, other=0.0)
     sine = tl.load(angles + half, mask=is_pair, other=0.0)
+    slot = tl.load(slots + token).to(tl.int64)
+    wait_for_previous()
     if tl.program_id(1) > 0:
         heads = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         inside = (heads < H)[:, None] & is_pair[None, :]
@@ -65,7 +125,6 @@ def _write_kernel(
     content = content.to(latent.dtype.element_ty).to(tl.float32)
     first = (a * cosine - b * sine).to(latent.dtype.element_ty).to(tl.float32)
     second = (b * cosine + a * sine).to(latent.dtype.element_ty).to(tl.float32)
-    slot = tl.load(slots + token).to(tl.int64)
     if HAS_SCALES:
         largest = tl.maximum(tl.max(tl.abs(first), axis=0), tl.max(tl.abs(second), axis=0))
         largest = tl.maximum(largest, tl.max(tl.abs(content), axis=0))
@@ -93,12 +152,14 @@ def _attend_kernel(
 ):  # fmt: skip
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
+    let_next_start()
     q_start = tl.load(query_starts + request).to(tl.int64)
     q_count = tl.load(query_starts + request + 1) - q_start
     first_row = tl.program_id(0) * ROWS
     if first_row >= q_count * H:
         return
     length = tl.load(context_lens + request)
+    wait_for_previous()
     own = first_row + tl.arange(0, ROWS)
     is_row = own < q_count * H
     row = q_start * H + own
@@ -165,7 +226,10 @@ def write_latents(
     if queries is None:
         queries = torch.empty(tokens, heads, size + rotated, dtype=query.dtype, device=query.device)
     plain, turned = split_query(query, layer)
-    absorbed(plain, layer, queries[:, :, :size])
+    if tokens <= FEW_TOKENS:
+        by_head(plain, layer.key_up, queries[:, :, :size])
+    else:
+        absorbed(plain, layer, queries[:, :, :size])
     _write_kernel[(tokens, 1 + cdiv(heads, HEADS_AT_ONCE))](
         latent,
         turned,
@@ -189,14 +253,14 @@ def write_latents(
         HAS_SCALES=cache.scales is not None,
         HEADS=HEADS_AT_ONCE,
         num_warps=4,
+        **launch_options(),
     )
     return queries
 
 
-def tile_of(rows: int, row_bytes: int) -> tuple[int, int]:
-    """Return the rows and the keys of a program: as many as fit into shared memory together."""
+def tile_of(rows: int, row_bytes: int, keys: int = KEYS) -> tuple[int, int]:
+    """Return the rows and the keys of a program, `keys` at most: as many as fit into shared memory together."""
     tile = LARGE_TILE if rows >= LARGE_TILE else max(SMALL_TILE, next_power_of_2(rows))
-    keys = KEYS
     while (tile + keys) * row_bytes > current().shared_bytes and (tile, keys) != (SMALL_TILE, SMALL_TILE):
         if tile > SMALL_TILE:
             tile //= 2
@@ -212,11 +276,18 @@ def latent_attention(
     heads, size, rotated = layer.num_heads, layer.latent_dim, layer.rope_dim
     rows = batch.max_query_len * heads
     padded = max(16, next_power_of_2(size)), max(16, next_power_of_2(rotated))
-    tile, keys = tile_of(rows, sum(padded) * queries.element_size())
+    row_bytes = sum(padded) * queries.element_size()
+    tile, keys = tile_of(rows, row_bytes)
     tiles = cdiv(rows, tile)
     span = batch.max_context_len
     processors = num_processors(queries.device.index or 0)
-    split_keys = split_length(batch.num_requests * tiles, span, processors)
+    programs, is_short = batch.num_requests * tiles, False
+    if batch.max_query_len > 1:
+        split_keys = split_length(programs, span, processors)
+    else:
+        split_keys = split_length(programs, span, processors, SHORT_SPLIT, FEW_SPLITS)
+        is_short = split_keys == SHORT_SPLIT and tile_of(rows, row_bytes, SHORT_SPLIT) == (tile, SHORT_SPLIT)
+        keys = SHORT_SPLIT if is_short else keys
     splits = cdiv(span, split_keys)
     partials = Partials.for_rows(out, queries.shape[0] * heads, splits, size)
     _attend_kernel[(tiles, batch.num_requests, splits)](
@@ -243,9 +314,10 @@ def latent_attention(
         BLOCK_SIZE=cache.entries.shape[1],
         ROWS=tile,
         KEYS=keys,
-        STAGES=1 if queries.dtype == torch.float32 else 2,
+        STAGES=1 if is_short or queries.dtype == torch.float32 else 2,
         IS_SPLIT=splits > 1,
         HAS_SCALES=cache.scales is not None,
-        num_warps=8 if tile == LARGE_TILE else 4,
+        num_warps=8 if is_short or tile == LARGE_TILE else 4,
+        **launch_options(),
     )
     partials.merge_into(out, queries.shape[0] * heads, heads, size)

@@ -40,7 +40,7 @@ from penstock.kernels.triton.experts import StackedExperts, add_experts, pack_ex
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
 from penstock.kernels.triton.int4 import Int4Linear
 from penstock.kernels.triton.int8 import Int8Linear
-from penstock.kernels.triton.latent_attention import latent_attention, write_latents
+from penstock.kernels.triton.latent_attention import latent_attention, latent_values, write_latents
 from penstock.kernels.triton.limited_sampling import redraw_limited_rows
 from penstock.kernels.triton.packing import Packed, PackedRows
 from penstock.kernels.triton.paged_kv import PagedKV, PagedLayer
@@ -177,7 +177,7 @@ class TritonOps:
             return values_of(attend_entries(queries, layer, cache, batch, chosen), layer)
         out = torch.empty(*queries.shape[:2], layer.latent_dim, dtype=query.dtype, device=query.device)
         latent_attention(queries, cache, out, layer, batch)
-        return values_of(out, layer)
+        return latent_values(out, layer)
 
     def attention(
         self,
@@ -312,4 +312,4 @@ class _CutOps(TritonOps):
             latent_attention(queries[:count], cache, out[:count], layer, step)
 
         self._cut(attend)
-        return values_of(out, layer)
+        return latent_values(out, layer)
