@@ -140,6 +140,9 @@ class ComposedOps:
     def add_linear(self: Ops, x: Tensor, weight: Any, residual: Tensor) -> None:
         residual.add_(self.add_up(self.linear(x, weight)))
 
+    def opened(self, x: Tensor, gate: Tensor) -> Tensor:
+        return (x * sigmoid(gate.float())).to(x.dtype)
+
     short_conv = staticmethod(short_conv)
     selective_scan = staticmethod(selective_scan)
     channel_scan = staticmethod(channel_scan)
@@ -258,6 +261,9 @@ class DelegatingOps(ComposedOps):
 
     def logits(self, x: Tensor, head: Any) -> Tensor:
         return self._ops.logits(x, head)
+
+    def opened(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self._ops.opened(x, gate)
 
     def add_up(self, x: Tensor) -> Tensor:
         return self._ops.add_up(x)

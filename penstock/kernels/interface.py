@@ -218,6 +218,10 @@ class Ops(Protocol):
         in place."""
         ...
 
+    def opened(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[T, C] and [T, C] or [T, 1] → [T, C]: `x` times the sigmoid of the gate."""
+        ...
+
     def add_up(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over the ranks that hold parts of a layer; `x` itself where there is one. For layers
         made of `linear` and `attend`, whose results are this rank's part."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.blocks import sigmoid
 from penstock.kernels.interface import ExpertGroups, Ops, PackedExperts, PackedLinear, Routing
 from penstock.models.config import ActivationName, ExpertsConfig
 from penstock.models.layers import GatedMLP, LayerLoader, RMSNorm
@@ -23,9 +22,15 @@ class SharedExpert:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         made = self.mlp(ops, x)
+        return made if self.gate is None else ops.opened(made, ops.linear(x, self.gate))
+
+    def hidden(self, ops: Ops, residual: Tensor, norm: RMSNorm) -> Tensor:
+        """Return what the expert's last product multiplies, for the normed residual."""
+        mlp = self.mlp
+        hidden = ops.normed_gated(residual, norm.weight, norm.eps, mlp.gate_up, mlp.activation)
         if self.gate is None:
-            return made
-        return (made * sigmoid(ops.linear(x, self.gate).float())).to(x.dtype)
+            return hidden
+        return ops.opened(hidden, ops.normed_linear(residual, norm.weight, norm.eps, self.gate))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +45,12 @@ class ExpertMLP:
 
     def add_to(self, ops: Ops, residual: Tensor, norm: RMSNorm) -> None:
         """Add the experts' output for the normed residual to the residual, in place."""
-        made = hidden = None
-        if self.shared is not None and self.shared.gate is None:
-            mlp = self.shared.mlp
-            hidden = ops.normed_gated(residual, norm.weight, norm.eps, mlp.gate_up, mlp.activation)
-        elif self.shared is not None:
-            made = self.shared(ops, norm(ops, residual))
+        hidden = None if self.shared is None else self.shared.hidden(ops, residual, norm)
         ops.moe_block(
             residual, norm.weight, norm.eps, self.router, self.experts, self.routing, self.activation
         )
         if self.shared is not None and hidden is not None:
             ops.add_linear(hidden, self.shared.mlp.down, residual)
-        if made is not None:
-            residual.add_(made)
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         made = ops.moe(x, ops.router_logits(x, self.router), self.experts, self.routing, self.activation)

@@ -304,6 +304,8 @@ def assert_elementwise(bench: Bench, rows: int, width: int) -> None:
         torch.testing.assert_close(
             ops.gated(both, activation), definition.gated(both, activation), **tolerance
         )
+    for gate in (residual, both[:, width:], residual[:, :1]):
+        torch.testing.assert_close(ops.opened(x, gate), definition.opened(x, gate), **tolerance)
 
 
 def block_error(bench: Bench, rows: int, heads: Heads, hidden: int, inner: int, bias: bool) -> float:

@@ -77,6 +77,18 @@ def _gated_kernel(gate_up, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * width + columns, made.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _opened_kernel(x, gate, out, width, gate_stride, gate_step, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    wait_for_previous()
+    opening = tl.load(gate + row * gate_stride + columns * gate_step, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    made = values / (1.0 + tl.exp(-opening))
+    tl.store(out + row * width + columns, made.to(out.dtype.element_ty), mask=inside)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """Compute the RMS norm of x. With `residual`, add x to `residual` in place first, and compute the norm of the
     sum."""
@@ -108,5 +120,19 @@ def gated(gate_up: Tensor, activation: Activation) -> Tensor:
         block = min(1024, next_power_of_2(width))
         _gated_kernel[(rows, cdiv(width, block))](
             gate_up, out, width, KIND=KINDS[activation], BLOCK=block, num_warps=4, **launch_options()
+        )
+    return out
+
+
+def opened(x: Tensor, gate: Tensor) -> Tensor:
+    """x × sigmoid(gate). The gate has a number for each of x, or one for each row."""
+    rows, width = x.shape
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if rows:
+        block = min(1024, next_power_of_2(width))
+        step = gate.stride(1) if gate.shape[1] == width else 0
+        _opened_kernel[(rows, cdiv(width, block))](
+            x, gate, out, width, gate.stride(0), step, BLOCK=block, num_warps=4, **launch_options()
         )
     return out

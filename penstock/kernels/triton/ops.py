@@ -34,7 +34,7 @@ from penstock.kernels.triton.channel_delta import channel_delta
 from penstock.kernels.triton.channel_scan import channel_scan
 from penstock.kernels.triton.decode_attention import decode_attention
 from penstock.kernels.triton.device import empty_rows
-from penstock.kernels.triton.elementwise import gated, rms_norm
+from penstock.kernels.triton.elementwise import gated, opened, rms_norm
 from penstock.kernels.triton.expert_rows import normed_router, routes_rows
 from penstock.kernels.triton.experts import StackedExperts, add_experts, pack_experts
 from penstock.kernels.triton.flashinfer_attention import FlashInferAttention
@@ -86,6 +86,7 @@ class TritonOps:
     channel_delta = staticmethod(channel_delta)
     choose_tokens = staticmethod(choose_tokens)
     gated_norm = staticmethod(gated_norm)
+    opened = staticmethod(opened)
 
     def __init__(
         self,

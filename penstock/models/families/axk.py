@@ -87,8 +87,7 @@ class GatedBlock:
         value_dim = attention.layer.value_up.shape[-1]
         query, gate = by_query[..., :-value_dim].flatten(1), by_query[..., -value_dim:].flatten(1)
         made = ops.attend_latent(query, latent, attention.layer, cache, batch, chosen)
-        gated = (made * torch.sigmoid(gate.float())).to(made.dtype)
-        ops.add_linear(gated, attention.output, residual)
+        ops.add_linear(ops.opened(made, gate), attention.output, residual)
 
 
 class AxK2(DeepseekV32):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from penstock.kernels.interface import AttentionBatch, Ops, PackedLinear
@@ -137,7 +136,7 @@ class GatedAttention:
 
     def __call__(self, ops: Ops, x: Tensor, cache: Any, batch: AttentionBatch) -> Tensor:
         made = ops.attend(ops.linear(x, self.inner.qkv), self.inner.layer, cache, batch)
-        made = made * torch.sigmoid(ops.linear(x, self.gate))
+        made = ops.opened(made, ops.linear(x, self.gate))
         return ops.add_up(ops.linear(made, self.inner.output))
 
 

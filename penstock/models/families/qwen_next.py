@@ -64,7 +64,7 @@ class GatedAttention:
         """Add the output of attention for the normed residual to the residual, in place."""
         normed = norm(ops, residual)
         made = ops.attend(ops.linear(normed, self.qkv), self.layer, cache, batch)
-        ops.add_linear(made * torch.sigmoid(ops.linear(normed, self.gate)), self.output, residual)
+        ops.add_linear(ops.opened(made, ops.linear(normed, self.gate)), self.output, residual)
 
 
 class Qwen35(HybridDecoder):
