@@ -89,11 +89,14 @@ def warm_up(
     many = min(MANY_TOKENS, max_tokens)
     chunks = max(1, min(many // SHORT_CHUNK, max_rows))
     steps = [WarmUpStep(chunks, many // chunks, 4 * many), *PREFILLS, *DECODES]
-    if model.config.experts is not None:
+    if (experts := model.config.experts) is not None:
+        from penstock.kernels.triton.expert_groups import FEW_PAIRS  # only a GPU has kernels to compile
+
         # The tiles of experts grow with the step: three times as many tokens, at least, from one size to the next.
-        steps += [
-            WarmUpStep(1, 400 << doublings, 400 << doublings) for doublings in range(max_tokens.bit_length())
-        ]
+        sizes = [400 << doublings for doublings in range(max_tokens.bit_length())]
+        # The first step whose pairs are counted ahead may have tiles of a size that the next of these no longer has.
+        sizes += [FEW_PAIRS[-1] // experts.per_token + 1, max_tokens]
+        steps += [WarmUpStep(1, size, size) for size in sizes]
     steps = [
         step
         for step in steps

@@ -33,6 +33,7 @@ from tests.triton.sampling_cases import mixed_batch
 
 Variant = tuple[Any, ...]
 
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
 PLAIN_STEPS: list[Lengths] = [
     [(700, 1)],
     [(30, 1)] * 2,
@@ -110,8 +111,7 @@ def test_experts_come_in_tiles_of_every_size(
     tmp_path: Path, launched: set[Variant], quantization: Quantization | None
 ) -> None:
     experts = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
-    model_path = write_tiny_model(tmp_path / "tiny", hidden_size=128, **experts, **names)
+    model_path = write_tiny_model(tmp_path / "tiny", hidden_size=128, **experts, **QWEN3_MOE)
     ops = TritonOps(torch.device("cpu"), torch.bfloat16)
     model = load_model(model_path, ops, load_format="random", quantization=quantization)
     kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
@@ -121,6 +121,22 @@ def test_experts_come_in_tiles_of_every_size(
     for tokens in (1, 7, 90, 300, 500, 1000, 2000, 4000):
         batch = bench.batch([(0, tokens)], num_blocks=300)
         model.forward(torch.zeros(tokens, dtype=torch.int32), batch, kv)
+    assert launched == known
+
+
+def test_sizes_of_tiles_that_few_steps_have_are_compiled_too(tmp_path: Path, launched: set[Variant]) -> None:
+    """From 513 to 640 tokens, pairs are counted ahead and tiles have 32 rows; from 2,049 on, tiles have 128."""
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 16}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1}
+    model_path = write_tiny_model(tmp_path / "tiny", **sizes, **experts, **QWEN3_MOE)
+    ops = TritonOps(torch.device("cpu"), torch.bfloat16)
+    model = load_model(model_path, ops, load_format="random")
+    kv = ops.allocate_kv(model.num_layers, 64, 16, model.num_kv_heads, model.head_dim)
+    warm_up(model, ops, block_size=16, max_rows=256, max_tokens=3000)
+    known = set(launched)
+    bench = Bench(torch.device("cpu"), torch.bfloat16)
+    for tokens in (520, 630, 2100, 3000):
+        model.forward(torch.zeros(tokens, dtype=torch.int32), bench.batch([(0, tokens)], num_blocks=200), kv)
     assert launched == known
 
 
