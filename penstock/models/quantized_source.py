@@ -256,8 +256,10 @@ class QuantizedSource:
         return words
 
     def _scales(self, name: str, *axes: Axis) -> Tensor:
-        """Return scales in float32: all of them, or a part."""
+        """Return scales in float32: all of them, or a part. Exponents of two may be bytes with a bias of 127."""
         scales = self._read(name, *axes) if axes else self.files.tensor(name)
+        if scales.dtype == torch.uint8 and isinstance(self._kind, Scaled | Compressed):
+            return torch.exp2(scales.float() - 127)
         if not scales.is_floating_point():
             raise ModelLoadError(f"{name} has scales in {scales.dtype}, which cannot be read.")
         return scales.float()

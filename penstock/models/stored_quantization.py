@@ -31,7 +31,14 @@ _OWN_FILES = {
 }
 _AUTO_ROUND = ("auto-round", "auto_round", "intel/auto-round")
 _AUTO_ROUND_LAYOUTS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
-_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp8-quantized",
+)
+_MXFP8_BLOCK = (1, 32)
 _FLOAT4_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _MIXED = "mixed-precision"  # each group of layers names a format of its own
 
@@ -136,6 +143,8 @@ def _described(settings: dict[str, Any], fields: Fields, where: str) -> StoredQu
             return _gptq(inner)
         case "fp8":
             return Scaled(_block(inner.raw("weight_block_size"), inner))
+        case "mxfp8":
+            return Scaled(_block(inner.raw("weight_block_size"), inner) or _MXFP8_BLOCK)
         case "fbgemm_fp8":
             return Scaled()
         case "compressed-tensors":
@@ -154,7 +163,7 @@ def _described(settings: dict[str, Any], fields: Fields, where: str) -> StoredQu
     shown = _REFUSED.get(method, repr(method))
     raise ModelLoadError(
         f"{fields.where} describes weights quantized by {shown}, which cannot be read; "
-        "known are AWQ, GPTQ, fp8, MXFP4, compressed-tensors, ModelOpt, bitsandbytes and HQQ.",
+        "known are AWQ, GPTQ, fp8, MXFP4, MXFP8, compressed-tensors, ModelOpt, bitsandbytes and HQQ.",
         hint=_HINT,
     )
 
@@ -163,8 +172,10 @@ def _modelopt(fields: Fields) -> Float4 | Scaled:
     known = ("FP8", "NVFP4")
     algorithm = fields.text("quant_algo", "unknown")
     if algorithm != "MIXED_PRECISION":
-        _require(fields, "quant_algo", algorithm, (*known, "MIXED_PRECISION"))
-        return Float4() if algorithm == "NVFP4" else Scaled()
+        _require(fields, "quant_algo", algorithm, (*known, "MXFP8", "MIXED_PRECISION"))
+        if algorithm == "NVFP4":
+            return Float4()
+        return Scaled(_MXFP8_BLOCK if algorithm == "MXFP8" else None)
     layers = fields.raw("quantized_layers")
     for name, layer in layers.items() if isinstance(layers, dict) else [("quantized_layers", layers)]:
         inner = Fields(layer if isinstance(layer, dict) else {}, f"{name} of {fields.where}")

@@ -200,6 +200,27 @@ def float8(kind: str) -> Layout:
     return Layout(settings, quantize)
 
 
+def mxfp8(kind: str) -> Layout:
+    """`kind`: transformers, modelopt or compressed. Scales are powers of two for 32 inputs each, stored as bytes."""
+
+    def quantize(weight: Tensor) -> Quantized:
+        grouped = weight.unflatten(1, (-1, 32))
+        exponents = (grouped.abs().amax(2) / 448).log2().ceil() + 127
+        scales = torch.exp2(exponents - 127)
+        values = (grouped / scales[:, :, None]).flatten(1).to(torch.float8_e4m3fn)
+        name = "weight_scale_inv" if kind == "transformers" else "weight_scale"
+        return Quantized(
+            {"weight": values, name: exponents.to(torch.uint8)}, values.float() * spread(scales, 32)
+        )
+
+    if kind == "compressed":
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+        return compressed("mxfp8-quantized", weights, quantize)
+    if kind == "modelopt":
+        return Layout({"quant_method": "modelopt", "quant_algo": "MXFP8"}, quantize)
+    return Layout({"quant_method": "mxfp8", "scale_fmt": "ue8m0"}, quantize)
+
+
 def scaled_groups(kind: str, group: int) -> Layout:
     """Plain int8 or float8 codes (`kind`: int, float) with a scale for each group of a row."""
 
@@ -388,6 +409,9 @@ LAYOUTS: dict[str, Layout] = {
     "ModelOpt float8": modelopt_float8(),
     "ModelOpt NVFP4": float4("modelopt"),
     "ModelOpt, both": modelopt_mixed(),
+    "MXFP8": mxfp8("transformers"),
+    "ModelOpt MXFP8": mxfp8("modelopt"),
+    "compressed MXFP8": mxfp8("compressed"),
     "compressed NVFP4": float4("nvfp4"),
     "compressed MXFP4": float4("mxfp4"),
     "bitsandbytes int8": bitsandbytes("int8"),
