@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from penstock.api.app import create_app
 from penstock.api.openai import responses_history
+from penstock.api.openai.stored_chats import MAX_NEW_ITEMS
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.gateway.accounts import Accounts
 from penstock.gateway.gateway import Gateway
@@ -152,7 +153,7 @@ def test_a_conversation_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch
     sdk = serve(scripted("ok")).sdk()
     made = sdk.conversations.create()
     with pytest.raises(openai.BadRequestError, match="10000 bytes"):
-        sdk.conversations.items.create(made.id, items=[HELLO] * 100)
+        sdk.conversations.items.create(made.id, items=[HELLO] * MAX_NEW_ITEMS)
     for _ in range(2):
         sdk.conversations.items.create(made.id, items=[HELLO] * 6)
     with pytest.raises(openai.BadRequestError, match="10000 bytes"):
@@ -271,3 +272,14 @@ def test_what_is_stored_is_read_for_requests_that_limits_let_in(
         with pytest.raises(openai.RateLimitError):
             sdk.responses.create(model=model, input="Hi", conversation=conversation)
     assert read == [conversation] * 2
+
+
+def test_few_items_are_added_at_a_time(serve: Serve) -> None:
+    sdk = serve(scripted("ok")).sdk()
+    made = sdk.conversations.create(items=[HELLO] * MAX_NEW_ITEMS)
+    for add in (
+        lambda: sdk.conversations.create(items=[HELLO] * (MAX_NEW_ITEMS + 1)),
+        lambda: sdk.conversations.items.create(made.id, items=[HELLO] * (MAX_NEW_ITEMS + 1)),
+    ):
+        with pytest.raises(openai.BadRequestError, match="At most 20 items"):
+            add()

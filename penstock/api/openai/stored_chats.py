@@ -30,6 +30,9 @@ from penstock.gateway.responses.objects import ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
 
 KIND = "chat_completion"
+MAX_NEW_ITEMS = (
+    20  # of a conversation at a time, as at OpenAI: each is a row, and others wait to write theirs
+)
 
 _to_json = msgspec.json.Encoder().encode
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
@@ -361,7 +364,10 @@ class ConversationEndpoints:
         return History(self._responses, self._objects, principal_of(request))
 
     async def _checked(self, request: Request, history: History, given: list[InputItem]) -> list[InputItem]:
-        """Return the items in their full form. Raises InvalidRequest for items that no prompt could be made of."""
+        """Return the items in their full form. Raises InvalidRequest for too many items, and for items that no prompt
+        could be made of."""
+        if len(given) > MAX_NEW_ITEMS:
+            raise InvalidRequest(f"At most {MAX_NEW_ITEMS} items can be added at a time.", param="items")
         items = await history.own_items(given, request_id_of(request), "items")
         messages_of(items, None, [], "items")
         return items
