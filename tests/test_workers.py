@@ -52,7 +52,8 @@ def run(folder: Path, *arguments: str) -> tuple[str, str]:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", ".", *arguments, "."],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # Plugins of installed packages take most of the time of a start.
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
