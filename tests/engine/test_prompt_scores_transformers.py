@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.initialization import no_init_weights
 
 from penstock.cli.console import fetch_model
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -60,20 +61,20 @@ def transformers_model(path: Path) -> LlamaForCausalLM:
     gguf package here."""
     file = GGUFFile(path)
     config = open_checkpoint(path).config
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
-            tie_word_embeddings=True,
-        )
+    settings = LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+        tie_word_embeddings=True,
     )
+    with no_init_weights():
+        model = LlamaForCausalLM(settings)
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
     weights = {}
