@@ -20,11 +20,12 @@ from penstock.models.load import load_model
 from penstock.models.sharding import Shard
 from tests.engine.tiny import write_tiny_model
 
-HIDDEN, INNER, COUNT, LAYERS = 128, 256, 4, 2
+HIDDEN, INNER, COUNT, LAYERS = 128, 256, 4, 1  # the interpreter is slow
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
     "num_experts": COUNT,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": INNER,
@@ -34,6 +35,7 @@ GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "model_type": "gpt_oss",
     "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
     "num_local_experts": COUNT,
     "num_experts_per_tok": 2,
     "intermediate_size": INNER,
