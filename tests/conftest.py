@@ -23,6 +23,11 @@ from .workers import Workers
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Threads of these libraries spin while they wait, and other tests need the cores. The libraries read this when they
+# are loaded, also in processes that tests start.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's
+
 # A busy machine is no defect: drawing examples and running them may take any time. Tests that name checks of their
 # own replace these.
 settings.register_profile(
