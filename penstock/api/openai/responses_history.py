@@ -16,13 +16,11 @@ from penstock.api.openai.responses_answers import ResponseBody, ResponseError
 from penstock.api.openai.responses_items import InputItem, OutputItem, input_items, new_id, response_id_of
 from penstock.core.errors import InvalidRequest, NotFound, quoted
 from penstock.core.identity import Principal
-from penstock.gateway.responses.objects import ROW_BYTES, ObjectStore, StoredObject
+from penstock.gateway.responses.objects import ITEM, ROW_BYTES, ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
 from penstock.gateway.responses.store import HistoryBound, StoredResponse
 from penstock.gateway.turns import in_thread
 
-CONVERSATION = "conversation"
-ITEM = "item"
 _MAX_ID_CHARS = 96
 
 _to_json = msgspec.json.Encoder().encode

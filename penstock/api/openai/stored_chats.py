@@ -19,14 +19,14 @@ from penstock.api.http.routes import PAGE, Operation
 from penstock.api.openai.answers import ChatCompletion
 from penstock.api.openai.messages import Message
 from penstock.api.openai.responses_endpoints import DEFAULT_PAGE, MAX_PAGE, InputItemList
-from penstock.api.openai.responses_history import CONVERSATION, ITEM, History, no_conversation
+from penstock.api.openai.responses_history import History, no_conversation
 from penstock.api.openai.responses_items import InputItem, messages_of
 from penstock.api.openai.responses_requests import check_metadata
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.core.identity import Principal
 from penstock.gateway.answers.choice import Delta
 from penstock.gateway.answers.stream import AnswerStream, WrappedAnswer, merged_later
-from penstock.gateway.responses.objects import ObjectStore, StoredObject
+from penstock.gateway.responses.objects import CONVERSATION, ITEM, ObjectStore, StoredObject
 from penstock.gateway.responses.service import Responses
 
 KIND = "chat_completion"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, literal_column, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, literal_column, select, update
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses.store import HistoryBound, is_renewed
@@ -20,6 +20,8 @@ from penstock.gateway.store.database import Database, Order, QueryTurns, insert_
 from penstock.gateway.store.retention import Retention
 from penstock.gateway.store.tables import stored_objects as table
 
+CONVERSATION = "conversation"  # the kind of objects that others belong to
+ITEM = "item"  # the kind of those others
 # Bytes that an object counts besides its body, so that a bound in bytes also bounds the number of objects.
 ROW_BYTES = 512
 _MAX_ID_CHARS = 128
@@ -214,9 +216,8 @@ class ObjectStore:
     ) -> bool:
         named = self._named(workspace_id, kind, object_id, parent_id)
         exists = connection.execute(delete(table).where(named)).rowcount == 1
-        if exists and not parent_id:
-            is_child = table.c.workspace_id == workspace_id, table.c.parent_id == object_id
-            connection.execute(delete(table).where(*is_child))
+        if exists and kind == CONVERSATION:
+            connection.execute(delete(table).where(_is_child(workspace_id, object_id)))
         return exists
 
     @reading
@@ -254,10 +255,9 @@ class ObjectStore:
 
     @transaction
     def _keep(self, connection: Connection, workspace_id: str, parent_id: str, keep_until: float) -> None:
-        is_child = and_(table.c.workspace_id == workspace_id, table.c.parent_id == parent_id)
         is_due = table.c.expires_at > self._now(), table.c.expires_at < keep_until
-        family = or_(_is_parent(workspace_id, parent_id), is_child)
-        connection.execute(update(table).where(family, *is_due).values(expires_at=keep_until))
+        for member in (_is_parent(workspace_id, parent_id), _is_child(workspace_id, parent_id)):
+            connection.execute(update(table).where(member, *is_due).values(expires_at=keep_until))
 
     @transaction
     def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> None:
@@ -265,10 +265,11 @@ class ObjectStore:
         workspace_id = objects[0].workspace_id
         own_ids = {each.id for each in objects if not each.parent_id}
         parent_ids = {each.parent_id for each in objects if each.parent_id} - own_ids
-        is_parent = table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id.in_(parent_ids)
-        known = (
-            set(connection.execute(select(table.c.id).where(*is_parent)).scalars()) if parent_ids else set()
-        )
+        known = {
+            each
+            for each in parent_ids
+            if connection.execute(select(table.c.id).where(_is_parent(workspace_id, each))).first()
+        }
         rows = [
             msgspec.structs.asdict(each)
             for each in objects
@@ -280,8 +281,14 @@ class ObjectStore:
         self._retention.note_added(connection, workspace_id, num_bytes, kept=own_ids | known)
 
 
+# Both name all columns of an index up to the last one: a workspace has millions of rows, and writers wait meanwhile.
 def _is_parent(workspace_id: str, parent_id: str) -> ColumnElement[bool]:
-    return and_(table.c.workspace_id == workspace_id, table.c.parent_id == "", table.c.id == parent_id)
+    of_kind = table.c.workspace_id == workspace_id, table.c.kind == CONVERSATION, table.c.parent_id == ""
+    return and_(*of_kind, table.c.id == parent_id)
+
+
+def _is_child(workspace_id: str, parent_id: str) -> ColumnElement[bool]:
+    return and_(table.c.workspace_id == workspace_id, table.c.kind == ITEM, table.c.parent_id == parent_id)
 
 
 def _object(row: Row[Any]) -> StoredObject:

@@ -208,3 +208,26 @@ async def test_conversations_are_read_while_another_process_writes(tmp_path: Pat
     assert [each.id for each in found or ()] == ["1"]
     assert [each.id for each in history or ()] == ["r", "s"]
     database.close()
+
+
+async def test_no_row_of_a_family_is_looked_for_in_all_of_a_workspace(database: Database) -> None:
+    """Most of these statements hold the lock of writers, and a workspace may have millions of rows."""
+    store = ObjectStore(database, now=lambda: 1000.0)
+    await store.add([thing("a"), thing("1", "a")])
+    asked: list[tuple[str, Any]] = []
+
+    def note(_: Any, cursor: Any, statement: str, parameters: Any, context: Any, executemany: bool) -> None:
+        if statement.startswith(("SELECT", "UPDATE", "DELETE")) and "stored_objects" in statement:
+            asked.append((statement, parameters))
+
+    sqlalchemy.event.listen(database._engine, "before_cursor_execute", note)
+    await store.add([thing("2", "a")])
+    await store.children("w", "item", "a", keep_until=9000.0, param="x")
+    await store.delete("w", "conversation", "a")
+    sqlalchemy.event.remove(database._engine, "before_cursor_execute", note)
+    assert len(asked) >= 6
+    with closing(sqlite3.connect(str(database.file))) as connection:
+        for statement, parameters in asked:
+            plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+            assert all("parent_id=?" in step or "rowid" in step for step in plan if "SEARCH" in step), plan
+            assert not any("SCAN" in step for step in plan), plan
