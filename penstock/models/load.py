@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,7 +105,15 @@ def architecture_for_huggingface(fields: Fields) -> type[Decoder]:
         if names.intersection(architecture.huggingface_names):
             return architecture
     if not asked:
-        raise ModelLoadError(f"{fields.where} names neither architectures nor a model_type.")
+        raise ModelLoadError(
+            f"{fields.where} names neither architectures nor a model_type.",
+            hint="Give the folder of a language model in Hugging Face form.",
+        )
+    if _DRAFTING_HEAD.search(asked[0]):
+        raise ModelLoadError(
+            f"{asked[0]} drafts for another model, and is none by itself.",
+            hint="Serve the model that it was trained for, with --speculate heads=FOLDER.",
+        )
     missing = missing_feature(asked[0])
     if missing is not None:
         raise MissingFeature(
@@ -143,6 +152,7 @@ def _known_families() -> str:
 
 
 logger = logging.getLogger(__name__)
+_DRAFTING_HEAD = re.compile("eagle|medusa", re.IGNORECASE)
 
 
 UNPACKED = 1.25  # times the bytes of the weights as they come: more than scales and padding add

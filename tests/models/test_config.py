@@ -133,6 +133,13 @@ def test_gemma3_as_first_published() -> None:
             {"architectures": ["HYV4ForCausalLM"]},
             "needs several residual streams, and attention sinks beside latents",
         ),
+        ({"architectures": ["WhisperForConditionalGeneration"]}, "needs an encoder of sound, which"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"]},
+            "needs an encoder of texts, and attention to what",
+        ),
+        ({"architectures": ["MarianMTModel"]}, "needs an encoder of texts, and attention to what"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3 drafts for another model"),
         ({"architectures": None}, "neither architectures nor a model_type"),
         ({"hidden_size": None}, r"config\.json has no hidden_size"),
         ({"hidden_size": "64"}, "hidden_size = '64', which is not a whole number"),
