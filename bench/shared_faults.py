@@ -177,7 +177,7 @@ async def run(folder: Path, options: argparse.Namespace, made: Network | None) -
     print("| " + " | ".join(HEADS) + " |")
     print("|---" * len(HEADS) + "|")
     has_store = any(name.startswith(STORE) for name in options.only)
-    with fleet(folder, made, has_store=has_store) as rig:
+    with fleet(folder, made, has_store=has_store, clock_library=options.clocks_apart) as rig:
         await rig.until_well()
         rig.fault_s = options.fault_s
         for number, name in enumerate(options.only):
@@ -209,6 +209,12 @@ def main() -> None:
     names = [*FAULTS, *NETWORK_FAULTS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="FAULT")
     parser.add_argument("--fault-s", type=float, default=FAULT_S, help="of a freeze or a cut")
+    parser.add_argument(
+        "--clocks-apart",
+        type=Path,
+        metavar="LIBRARY",
+        help="libfaketime's, which sets the clocks minutes apart",
+    )
     parser.add_argument("--logs", type=Path, help="folder to keep the logs of all processes in")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

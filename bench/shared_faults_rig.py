@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 LOOPBACK = "127.0.0.1"
 LIMIT_S = 300.0  # for everything to be well again
 REQUEST_TIMEOUT_S = 60.0  # without a byte
+CLOCKS_APART = ("+7m", "-3m", "-10m", "+20m", "+15m", "-1h")  # of the parts, in turn
 ADMIN = "an-admin-key-for-this-run-only"
 JOIN_TOKEN = "a token for this run on one machine"
 
@@ -70,9 +72,10 @@ class Rig:
         files: Path = ROOT,
         gateway_options: Sequence[str] = (),
         store: ObjectStore | None = None,
+        clock_library: Path | None = None,
     ) -> None:
         """`files` is the folder of the package, perhaps of another version. Files of clients are in `store`, if there
-        is one."""
+        is one. With libfaketime as the `clock_library`, the clocks of the parts are apart."""
         self.redis, self.postgres, self.nodes, self.store = redis, postgres, nodes, store
         environment = {
             **os.environ,
@@ -90,10 +93,16 @@ class Rig:
                 "AWS_SECRET_ACCESS_KEY": "secret",
             }
 
+        clocks = itertools.cycle(CLOCKS_APART)
+
         def process(name: str, *command: str) -> Process:
             host = nodes[name].host if name in nodes else LOOPBACK
             words = [host if word == "HOST" else word for word in command]
-            return Process(words, environment, folder / f"{name}.log", nodes.get(name), files)
+            own = environment
+            if clock_library is not None:
+                clock = {"LD_PRELOAD": str(clock_library), "FAKETIME": next(clocks)}
+                own = environment | clock | {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_NO_CACHE": "1"}
+            return Process(words, own, folder / f"{name}.log", nodes.get(name), files)
 
         self.fault_s = 20.0
         self.is_ready = [True, True]  # of the gateways, as a load balancer sees them
@@ -179,6 +188,7 @@ def fleet(
     files: Path = ROOT,
     gateway_options: Sequence[str] = (),
     has_store: bool = False,
+    clock_library: Path | None = None,
 ) -> Iterator[Rig]:
     names = [*NAMES, "redis", "postgres", *(["store"] if has_store else [])]
     nodes = {} if network is None else {name: network.node(name) for name in names}
@@ -193,7 +203,7 @@ def fleet(
         if has_store:
             where = (nodes["store"].host, nodes["store"].prefix) if nodes else ()
             store = stack.enter_context(running_store(*where))
-        rig = Rig(folder, redis, postgres, nodes, files, gateway_options, store)
+        rig = Rig(folder, redis, postgres, nodes, files, gateway_options, store, clock_library)
         for process in rig.processes:
             process.start()
         try:

@@ -193,7 +193,8 @@ async def test_a_leader_scales_over_hosts_and_another_goes_on(fleets: Fleets) ->
     assert epoch > view.leader.epoch
     view = await view_of(link, lambda view: view.leader and view.leader.name == "second" and view.pools)
     assert view.pools[0].last_decision == decision  # the state of the last decision
-    await until(lambda: north.reader.epoch == epoch)
+    # On a busy machine a term may end, and another one of the same process begin.
+    await until(lambda: second.epoch is not None and north.reader.epoch == second.epoch)
     assert len(north.states()) + len(south.states()) == 4  # nothing is started twice
 
 
