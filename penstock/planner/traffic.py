@@ -15,7 +15,8 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from random import Random
@@ -115,11 +116,17 @@ def read_trace(path: Path) -> Trace:
             first = next((text for text in file if text.strip()), "")
             file.seek(0)
             is_json = first.lstrip().startswith("{")
-            parsed = list(_json_lines(file) if is_json else _csv_lines(file, path)) if first else []
+            requests = _json_lines(file) if is_json else _csv_lines(file, path)
+            parsed = list(islice(requests, _MOST_REQUESTS + 1)) if first else []
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a text file in UTF-8.") from error
-    except (OSError, EOFError, zlib.error, csv.Error) as error:
+    except (OSError, ValueError, EOFError, zlib.error, csv.Error) as error:  # ValueError: a NUL in the path
         raise UsageError(f"{path} cannot be read: {error}.") from error
+    if len(parsed) > _MOST_REQUESTS:
+        raise UsageError(
+            f"{path} has more than {_MOST_REQUESTS:,} requests, which memory may not hold.",
+            hint="Give a part of it.",
+        )
     lines = sorted((line for _, line in parsed if line is not None), key=lambda line: line.time_s)
     damaged = tuple(number for number, line in parsed if line is None)
     if not lines or len(damaged) > _DAMAGED_SHARE * len(parsed):
@@ -149,8 +156,6 @@ def _listed(numbers: Sequence[int]) -> str:
 
 def _json_lines(file: Iterator[str]) -> Iterator[tuple[int, TraceLine | None]]:
     for number, text in enumerate(file, 1):
-        if number > _MOST_REQUESTS:
-            return
         if not text.strip():
             continue
         try:
@@ -181,15 +186,14 @@ def _csv_lines(file: Iterator[str], path: Path) -> Iterator[tuple[int, TraceLine
             f"{path} has no columns TIMESTAMP, ContextTokens and GeneratedTokens.",
             hint="Other formats: JSON lines with timestamp, input_length and output_length.",
         )
-    for number, row in enumerate(reader):
-        if number >= _MOST_REQUESTS:
-            return
+    for row in reader:
         try:
-            # Seven digits of a second are more than Python reads.
-            stamp = row["TIMESTAMP"].strip()[:26]
-            time_s = datetime.fromisoformat(
-                stamp.rstrip("0").rstrip(".") if "." in stamp else stamp
-            ).timestamp()
+            moment = datetime.fromisoformat(row["TIMESTAMP"].strip())
+            if (
+                moment.tzinfo is None
+            ):  # not this machine's time, whose clocks may change in the middle of a trace
+                moment = moment.replace(tzinfo=UTC)
+            time_s = moment.timestamp()
             yield reader.line_num, _line(time_s, int(row["ContextTokens"]), int(row["GeneratedTokens"]), ())
         except (ValueError, TypeError, AttributeError):
             yield reader.line_num, None

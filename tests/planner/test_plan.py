@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -376,6 +377,40 @@ def test_reads_published_traces(tmp_path: Path) -> None:
     assert azure.requests_per_s == pytest.approx(2 / 9.3, rel=0.01)
     mooncake = read_trace(tmp_path / "mooncake.jsonl").traffic()
     assert (mooncake.mean_output, mooncake.requests_per_s, mooncake.prefix_share) == (100, 0.5, 0.25)
+
+
+def test_times_of_a_trace_do_not_depend_on_the_time_zone_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In New York, an hour came twice in this night. Times without a zone are UTC, as those with one may be."""
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-05 01:59:00,1,1\n2023-11-05 02:01:00.5000000,1,1\n"
+        "2023-11-05 02:01:01+00:00,1,1\n2023-11-05T02:01:02.250000Z,1,1\n"
+    )
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        times_s = [line.time_s for line in read_trace(path).lines]
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [each - times_s[0] for each in times_s] == [0.0, 120.5, 121.0, 122.25]
+
+
+def test_a_trace_with_too_many_requests_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of it would pass for the whole."""
+    monkeypatch.setattr("penstock.planner.traffic._MOST_REQUESTS", 2)
+    for name, text, row in (
+        ("trace.jsonl", MOONCAKE, MOONCAKE.splitlines()[0] + "\n"),
+        ("azure.csv", "".join(AZURE.splitlines(keepends=True)[:3]), AZURE.splitlines()[1] + "\n"),
+    ):
+        path = tmp_path / name
+        path.write_text(text)
+        assert len(read_trace(path).lines) == 2
+        path.write_text(text + row)
+        with pytest.raises(UsageError, match="more than 2 requests"):
+            read_trace(path)
 
 
 def test_damaged_traces(tmp_path: Path) -> None:
