@@ -23,6 +23,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from penstock.core.figures import NotNegative, Positive, Share
+
 _TTFT_GROWTH = 1.25  # a percentile does not say how many replicas are missing
 _SAME_LOAD = 0.9  # a load of at least this share of another counts as the same
 
@@ -30,20 +32,20 @@ _SAME_LOAD = 0.9  # a load of at least this share of another counts as the same
 class AutoscalerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_replicas: int = 1  # 0: scale to zero when idle
     max_replicas: int = 8
-    drain_target_s: float = 2.0  # queued prefill tokens should take no longer
-    ttft_target_s: float = 1.0  # for the 95th percentile
-    kv_target: float = 0.85  # share of KV blocks in use
-    itl_target_s: float | None = None  # for the 95th percentile; None: not a signal
+    drain_target_s: Positive = 2.0  # queued prefill tokens should take no longer
+    ttft_target_s: Positive = 1.0  # for the 95th percentile
+    kv_target: Share = 0.85  # share of KV blocks in use
+    itl_target_s: Positive | None = None  # for the 95th percentile; None: not a signal
     fit_share: float = 0.7  # of each target, that a smaller fleet must be predicted to stay under
     max_growth: float = 4.0  # times, in one decision
-    up_cooldown_s: float = 30.0  # longer than the window that ttft_p95_s is taken over
-    down_cooldown_s: float = 120.0  # after any change, and how long a smaller fleet must have been enough
-    idle_to_zero_s: float = 300.0
+    up_cooldown_s: NotNegative = 30.0  # longer than the window that ttft_p95_s is taken over
+    down_cooldown_s: NotNegative = 120.0  # after any change; as long a smaller fleet must have been enough
+    idle_to_zero_s: NotNegative = 300.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
             raise ValueError(f"from {self.min_replicas} to {self.max_replicas} replicas is no range")
-        if not 0.0 < self.fit_share < 1.0 or self.max_growth <= 1.0:
+        if not 0.0 < self.fit_share < 1.0 or not self.max_growth > 1.0:
             raise ValueError("fit_share is between 0 and 1, and max_growth above 1")
 
 

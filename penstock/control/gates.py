@@ -27,7 +27,7 @@ from typing import Annotated, Protocol
 import msgspec
 from msgspec import Meta
 
-from penstock.core.figures import Count, CountOrZero, percentile
+from penstock.core.figures import Count, CountOrZero, NotNegative, percentile
 
 _LEAST_VARIANCE = 1e-12
 _MAX_DEPENDENCE = 0.95  # of a value on the previous value
@@ -271,11 +271,11 @@ _GROWTH = 1.5  # of samples, from one look to the next
 class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     min_requests: Count = 200  # of each revision, for errors and latencies
     min_compared: CountOrZero = 50  # mirrored answers, for divergence; 0 needs none
-    max_extra_errors: float = 0.005  # share of requests, beyond the stable revision's share
-    max_ttft_ratio: float = 1.25  # of the 95th percentiles
-    max_itl_ratio: float = 1.25
-    latency_slack_s: float = 0.005  # a difference below this is no difference
-    max_divergence: float = 0.2  # share of compared answers that differ
+    max_extra_errors: NotNegative = 0.005  # share of requests, beyond the stable revision's share
+    max_ttft_ratio: NotNegative = 1.25  # of the 95th percentiles
+    max_itl_ratio: NotNegative = 1.25
+    latency_slack_s: NotNegative = 0.005  # a difference below this is no difference
+    max_divergence: NotNegative = 0.2  # share of compared answers that differ
     # The chance that any gate fails a candidate which is within all limits, in all looks of all stages together.
     max_false_alarms: Annotated[float, Meta(gt=0, lt=1)] = 0.05
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from penstock.control.gates import Evidence, GateConfig, GateReport, GateResult, judge, overall
 from penstock.core.errors import Conflict
+from penstock.core.figures import NotNegative, ShareOrZero
 
 
 class Stage(enum.StrEnum):
@@ -68,13 +69,13 @@ _GATED = (Stage.SHADOW, Stage.CANARY)
 
 class ReleaseConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     gates: GateConfig = GateConfig()
-    mirrored_share: float = 0.1
+    mirrored_share: ShareOrZero = 0.1
     canary_shares: tuple[float, ...] = (0.01, 0.05, 0.25, 0.5)
-    min_stage_s: float = 60.0  # to pass one; a failing gate ends it at once
+    min_stage_s: NotNegative = 60.0  # to pass one; a failing gate ends it at once
 
     def __post_init__(self) -> None:
         shares = (0.0, *self.canary_shares, 1.0)
-        if len(shares) < 3 or any(low >= high for low, high in pairwise(shares)):
+        if len(shares) < 3 or not all(low < high for low, high in pairwise(shares)):
             raise ValueError(f"canary shares rise between 0 and 1, unlike {self.canary_shares}")
 
     @property

@@ -10,7 +10,7 @@ from penstock.dispatch.requests import RetryConfig, WaitingConfig
 from penstock.dispatch.suspects import SuspectConfig
 
 
-class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True):
+class DispatchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of each policy, with the defaults for serving."""
 
     routing_policy: RoutingPolicy = "prefix-aware"

@@ -26,19 +26,22 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import replace
 
+from penstock.core.figures import Count, NotNegative, ShareOrZero
 from penstock.core.messages import EngineStats
 from penstock.router.load import LinearFit
 
 
 class BreakerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_failures: int = 5
-    probes: int = 2
-    first_pause_s: float = 1.0
-    max_pause_s: float = 60.0
+    max_failures: Count = 5
+    probes: Count = 2
+    first_pause_s: NotNegative = 1.0
+    max_pause_s: NotNegative = 60.0
 
 
 class Circuit(enum.StrEnum):
@@ -107,12 +110,12 @@ _MIN_OBSERVED = 5  # busy intervals between heartbeats before a speed is used
 
 
 class OutlierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    slow_factor: float = 2.0
-    min_replicas: int = 3  # fewer replicas have no usual speed
-    times_in_a_row: int = 3
-    max_ejected_share: float = 0.3
-    first_ejection_s: float = 30.0
-    max_ejection_s: float = 600.0
+    slow_factor: Annotated[float, Meta(ge=1)] = 2.0
+    min_replicas: Count = 3  # fewer replicas have no usual speed
+    times_in_a_row: Count = 3
+    max_ejected_share: ShareOrZero = 0.3
+    first_ejection_s: NotNegative = 30.0
+    max_ejection_s: NotNegative = 600.0
 
 
 class OutlierRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.core.errors import EngineUnavailable, Overloaded, PenstockError
+from penstock.core.figures import Count, CountOrZero, NotNegative
 from penstock.core.request import FinishReason, Request
 from penstock.core.shares import Shares
 from penstock.dispatch.actions import Attempt
@@ -118,9 +119,9 @@ def last_sent_by_others(tenant: str, records: Iterable[RequestRecord]) -> dict[s
 
 
 class WaitingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_requests: int = 256
-    max_tokens: int = 500_000  # of prompts
-    max_wait_s: float = 120.0  # longer than starting a replica takes
+    max_requests: CountOrZero = 256
+    max_tokens: CountOrZero = 500_000  # of prompts
+    max_wait_s: NotNegative = 120.0  # longer than starting a replica takes
 
 
 class WaitingRoom:
@@ -229,13 +230,13 @@ class Timers:
 
 
 class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_attempts: int = 3  # the first one included
-    budget_ratio: float = 0.1  # retries per first attempt, in the long run
-    budget_per_s: float = 0.5  # additional retries, so that a quiet service may retry too
-    max_budget: float = 100.0
-    first_pause_s: float = 0.0  # before the first retry: another replica is ready to take it
-    next_pause_s: float = 0.1  # before the second, doubling from there
-    max_pause_s: float = 2.0
+    max_attempts: Count = 3  # the first one included
+    budget_ratio: NotNegative = 0.1  # retries per first attempt, in the long run
+    budget_per_s: NotNegative = 0.5  # additional retries, so that a quiet service may retry too
+    max_budget: NotNegative = 100.0
+    first_pause_s: NotNegative = 0.0  # before the first retry: another replica is ready to take it
+    next_pause_s: NotNegative = 0.1  # before the second, doubling from there
+    max_pause_s: NotNegative = 2.0
 
 
 class RetryBudget(msgspec.Struct, frozen=True, kw_only=True):

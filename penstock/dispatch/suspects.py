@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from penstock.core.errors import EngineUnavailable
+from penstock.core.figures import Count, NotNegative, Positive
 from penstock.dispatch.health import BreakerConfig, BreakerState, Circuit, CircuitBreaker
 
 MAX_CIRCUITS = 1024
@@ -30,11 +31,11 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 class SuspectConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    max_losses: int = 2  # of a request, from which on it is suspect
-    test_s: float = 2.0
-    max_wait_s: float = 10.0  # for a test; after that, tenants share a replica
-    look_again_s: float = 0.25
-    memory_s: float = 600.0  # the time for which losses and silent tenants are remembered
+    max_losses: Count = 2  # of a request, from which on it is suspect
+    test_s: NotNegative = 2.0
+    max_wait_s: NotNegative = 10.0  # for a test; after that, tenants share a replica
+    look_again_s: Positive = 0.25
+    memory_s: NotNegative = 600.0  # the time for which losses and silent tenants are remembered
     breaker: BreakerConfig = BreakerConfig(max_failures=2, probes=1, first_pause_s=10.0, max_pause_s=600.0)
 
 

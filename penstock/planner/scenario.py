@@ -259,6 +259,11 @@ def _layout(model: ModelSection) -> Layout:
     assert shape is not None
     if not 1 <= model.tensor_parallel <= 64:
         raise UsageError(f"tensor_parallel = {model.tensor_parallel} is not from 1 to 64.")
+    if shape.num_heads % model.tensor_parallel:
+        raise UsageError(
+            f"The {shape.num_heads} heads of {shape.name} cannot be cut over {model.tensor_parallel} devices.",
+            hint="model.tensor_parallel must divide the number of heads.",
+        )
     return Layout(
         shape,
         HARDWARE[hardware],

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from penstock.cli import simulate as command
 from penstock.cli.commands import penstock
 from penstock.core.errors import UsageError
-from penstock.planner.scenario import read_scenario, scenario_of, simulation_of
+from penstock.planner.scenario import Scenario, read_scenario, scenario_of, simulation_of
 from penstock.simulator import Kill, simulate
 from penstock.simulator.report import Outcome
 from penstock.simulator.search import random_case, shrink, violation
@@ -75,11 +75,39 @@ def test_the_scenario_of_the_documentation(tmp_path: Path) -> None:
         ({"traffic": {"input": "lognormal(100, 900, 8000)"}}, "no distribution of lengths"),
         ({"traffic": {"output": "lognormal(100, 1, 99)"}}, "no distribution of lengths"),
         ({"traffic": {"rate": 1e-9}}, "last longer than a year"),
+        ({"traffic": {"trace": "a\0b"}}, "cannot be read: embedded null byte"),
+        ({"model": {"tensor_parallel": 3}}, "The 32 heads of llama-3.1-8b cannot be cut over 3 devices"),
+        ({"dispatch": {"routing_polcy": "round-robin"}}, "unknown field `routing_polcy`"),
+        ({"dispatch": {"retries": {"max_attempts": 0}}}, "at `$.dispatch.retries.max_attempts`"),
+        ({"dispatch": {"retries": {"budget_ratio": math.nan}}}, "at `$.dispatch.retries.budget_ratio`"),
+        ({"dispatch": {"breaker": {"first_pause_s": -1.0}}}, "at `$.dispatch.breaker.first_pause_s`"),
+        ({"dispatch": {"outliers": {"slow_factor": 0.0}}}, "at `$.dispatch.outliers.slow_factor`"),
+        ({"dispatch": {"waiting": {"max_wait_s": math.nan}}}, "at `$.dispatch.waiting.max_wait_s`"),
+        ({"dispatch": {"suspects": {"look_again_s": 0.0}}}, "at `$.dispatch.suspects.look_again_s`"),
+        ({"fleet": {"autoscaler": {"drain_target_s": 0.0}}}, "at `$.fleet.autoscaler.drain_target_s`"),
+        ({"fleet": {"autoscaler": {"max_growth": math.nan}}}, "max_growth above 1"),
+        ({"release": {"at_s": 1.0, "settings": {"mirrored_share": 2.0}}}, "mirrored_share`"),
+        ({"release": {"at_s": 1.0, "settings": {"canary_shares": [math.nan]}}}, "canary shares rise"),
+        ({"release": {"at_s": 1.0, "settings": {"gates": {"max_ttft_ratio": math.nan}}}}, "max_ttft_ratio`"),
     ],
 )
 def test_bad_scenarios(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=re.escape(sentence)):
         simulation_of(scenario_of(values, "fleet.toml"))
+
+
+def test_unknown_keys_are_refused_at_every_level() -> None:
+    lenient, left = [], [msgspec.inspect.type_info(Scenario)]
+    while left:
+        each = left.pop()
+        if isinstance(each, msgspec.inspect.StructType):
+            lenient += [] if each.forbid_unknown_fields else [each.cls.__name__]
+            left += [field.type for field in each.fields]
+        elif isinstance(each, msgspec.inspect.UnionType):
+            left += each.types
+        elif isinstance(each, msgspec.inspect.VarTupleType):
+            left.append(each.item_type)
+    assert not lenient
 
 
 def test_options_are_checked_like_the_values_of_the_scenario(tmp_path: Path) -> None:
