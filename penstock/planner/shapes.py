@@ -121,6 +121,8 @@ def shape_from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     )
     kv_heads = _num_kv_heads(reader, heads)
     head_dim = reader.size("head_dim", default=max(1, hidden // heads))
+    if not head_dim:
+        raise UsageError(f"The settings of {name} have head_dim = 0, which is not a size.")
     attention, kv_numbers, head_size = _attention(reader, hidden, heads, kv_heads, head_dim)
     mlp = mlp_sizes(reader, counts, layers, hidden)
     varied = layer_averages(reader, layers, hidden, heads)

@@ -162,6 +162,7 @@ def test_lightning_attention_keeps_a_state() -> None:
     [
         ({"num_experts": 4, "num_experts_per_tok": 9}, "choose 9 of 4 experts"),
         ({"layer_types": ["full_attention"]}, "list the kinds of 1 layers, and it has 2"),
+        ({"head_dim": 0}, "have head_dim = 0, which is not a size"),
     ],
 )
 def test_settings_that_contradict_each_other(changes: dict[str, object], sentence: str) -> None:
