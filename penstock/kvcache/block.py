@@ -80,8 +80,8 @@ class EventLog:
     def stored(self, block_hash: BlockHash, parent: BlockHash) -> None:
         if not self._room_for_one():
             return
-        last = self._last()
-        if last is not None and last.parent is not None and last.block_hashes[-1] == parent:
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, _Pending) and last.parent is not None and last.block_hashes[-1] == parent:
             last.block_hashes.append(block_hash)
         else:
             self._pending.append(_Pending([block_hash], parent))
@@ -89,8 +89,8 @@ class EventLog:
     def removed(self, block_hash: BlockHash) -> None:
         if not self._room_for_one():
             return
-        last = self._last()
-        if last is not None and last.parent is None and last.block_hashes:
+        last = self._pending[-1] if self._pending else None
+        if isinstance(last, _Pending) and last.parent is None and last.block_hashes:
             last.block_hashes.append(block_hash)
         else:
             self._pending.append(_Pending([block_hash], None))
@@ -125,11 +125,6 @@ class EventLog:
         self._pending = []
         self._num_pending_hashes = 0
         return events
-
-    def _last(self) -> _Pending | None:
-        """Return the last pending event, if it may grow."""
-        last = self._pending[-1] if self._pending else None
-        return last if isinstance(last, _Pending) else None
 
     def _room_for_one(self) -> bool:
         if self._restart:

@@ -153,14 +153,16 @@ class BlockPool:
         if count < 0:
             raise ValueError(f"cannot allocate {count} blocks")
         free, blocks = self._free, self._blocks
-        num_new = max(0, count - len(free))
-        if num_new > self.num_blocks - len(blocks):
+        num_new = count - len(free)
+        if num_new < 0:
+            num_new = 0
+        elif num_new > self.num_blocks - len(blocks):
             if count > self.num_available:
                 return None
             num_new = self.num_blocks - len(blocks)
             while len(free) + num_new < count:
                 self._make_room()
-        taken = [free.pop() for _ in range(count - num_new)]
+        taken = [free.pop() for _ in range(count - num_new)] if free else []
         for block_id in taken:
             blocks[block_id].references = 1
         for block_id in range(len(blocks), len(blocks) + num_new):

@@ -153,16 +153,16 @@ class BlockTable:
     def grow(self) -> bool:
         """Add room for the next tokens, for which `num_blocks_to_grow` must be available. Returns whether the last
         tokens moved."""
-        tails = self._tails
+        tails, offset = self._tails, self.half_offset
         self.num_slots += tails.num_slots
-        before = self.tail
-        if before is None:
+        if offset is None:
             block_id, self.half_offset = tails.take()
             self.block_ids.append(block_id)
             return True
-        block_id = self.block_ids[-1] = tails.widen(*before)
+        before = self.block_ids[-1]
+        self.block_ids[-1] = tails.widen(before, offset)
         self.half_offset = None
-        return (block_id, 0) != before
+        return self.block_ids[-1] != before or offset != 0
 
     def open_windows(self) -> None:
         """Take the window blocks that the first token after the found prefix attends to."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Prefix
+from operator import add
 
 from penstock.core.errors import ContextLengthExceeded, InvalidRequest
 from penstock.core.hashing import BlockHash
@@ -40,40 +41,49 @@ class _Group:
         self.own_blocks = [0] * _NUM_BINS  # blocks that are freed when the bin's requests end
 
     def add(self, growth_blocks: int, own_blocks: int, count: int = 1) -> None:
-        index = min((growth_blocks - 1).bit_length(), _NUM_BINS - 1)
+        index = _bin_of(growth_blocks)
         self.counts[index] += count
         self.growth_blocks[index] += growth_blocks * count
         self.own_blocks[index] += own_blocks * count
 
-    def needed(self) -> int:
+    def needed(self, growth_of_another: int = 0) -> int:
         """Return the number of blocks that must be free now, so that no request lacks one at the worst moment to
-        come."""
+        come. With `growth_of_another`, one more request grows by this many blocks."""
         num_alive = sum(self.counts)
+        place = -1
+        if growth_of_another:
+            num_alive += 1
+            place = _bin_of(growth_of_another)
         worst = given_back = 0
-        for count, growth_blocks, own_blocks in zip(
-            self.counts, self.growth_blocks, self.own_blocks, strict=True
-        ):
+        for index, count in enumerate(self.counts):
+            growth_blocks = self.growth_blocks[index]
+            if index == place:
+                count += 1
+                growth_blocks += growth_of_another
             if count:
-                worst = max(worst, -(-num_alive * growth_blocks // count) - given_back)
+                needed = -(-num_alive * growth_blocks // count) - given_back
+                if needed > worst:
+                    worst = needed
                 num_alive -= count
-                given_back += own_blocks
+                if not num_alive:
+                    break
+                given_back += self.own_blocks[index]
         return worst
 
-    def copy(self) -> _Group:
-        copy = _Group()
-        copy.counts = self.counts.copy()
-        copy.growth_blocks = self.growth_blocks.copy()
-        copy.own_blocks = self.own_blocks.copy()
-        return copy
-
     def plus(self, other: _Group) -> _Group:
-        total = self.copy()
-        if any(other.counts):
-            for index in range(_NUM_BINS):
-                total.counts[index] += other.counts[index]
-                total.growth_blocks[index] += other.growth_blocks[index]
-                total.own_blocks[index] += other.own_blocks[index]
+        """Return the sums over the requests of both groups. The result may be this group."""
+        if not any(other.counts):
+            return self
+        total = _Group()
+        total.counts = list(map(add, self.counts, other.counts))
+        total.growth_blocks = list(map(add, self.growth_blocks, other.growth_blocks))
+        total.own_blocks = list(map(add, self.own_blocks, other.own_blocks))
         return total
+
+
+def _bin_of(growth_blocks: int) -> int:
+    index = (growth_blocks - 1).bit_length()
+    return index if index < _NUM_BINS else _NUM_BINS - 1
 
 
 class Headroom:
@@ -107,13 +117,12 @@ class Headroom:
     ) -> bool:
         """Return whether a request may start with a table of `num_blocks`, and blocks for windows, after which
         `num_spare` blocks are left."""
+        others = self._urgent
         if candidate.rank == BATCH_RANK:
-            others = self._urgent.plus(self._batch)
+            others = others.plus(self._batch)
         else:
-            others = self._urgent.copy()
             num_spare += sum(self._batch.own_blocks)
-        others.add(self._growth(candidate, num_blocks, num_window_blocks), 0)
-        return num_spare >= others.needed()
+        return num_spare >= others.needed(self._growth(candidate, num_blocks, num_window_blocks))
 
     def needed(self) -> int:
         """Return the number of blocks to keep free for running requests."""
@@ -136,7 +145,7 @@ class Headroom:
         growth = 0 if self._counts_tokens else -(-length // self._block_size) - num_blocks
         if self._windows is not None:
             growth += max(0, self._windows.blocks_of_memory(length, 1) - num_window_blocks)
-        return max(1, growth)
+        return growth if growth > 1 else 1
 
 
 _RETRY_AFTER_PLANS = 8

@@ -82,8 +82,9 @@ class CountedScheduler(Scheduler):
         self.cache.retention.expire(now)
         self._end_overdue(now)
         self._queue.promote(now)
-        is_decoding_alone = not self._prefilling and not len(self._queue)
-        if not is_decoding_alone:
+        num_waiting = len(self._queue)
+        is_decoding_alone = not self._prefilling and not num_waiting
+        if num_waiting > 1:
             self._update_services()
         growing = self._due_to_grow()
         if self._needs_room(growing, now):
@@ -115,7 +116,7 @@ class CountedScheduler(Scheduler):
         """Return whether requests may have to be preempted."""
         if self._num_in_step > self._config.max_num_batched_tokens:
             return True
-        if growing and self._running.num_spare(growing) < 0:
+        if len(growing) > self.cache.num_available:  # each needs one block
             return True
         waiting = self._queue.first() if len(self._queue) else None
         if waiting is None:
@@ -246,7 +247,7 @@ class CountedScheduler(Scheduler):
 
     @property
     def may_coast(self) -> bool:
-        """Return whether the next steps, and those in flight, are decodes alone, unless another call comes."""
+        """Return whether the next steps are decodes alone, unless another call comes."""
         return (
             self._counts
             and self._num_in_step > 0
@@ -257,15 +258,19 @@ class CountedScheduler(Scheduler):
             and not len(self._queue)
             and not self._events
             and not len(self.cache.pool.pins)
-            and not any(plan.sampling or plan.rows for plan in self._counted)
+            and not any(plan.rows for plan in self._counted)
         )
 
     def coasting_steps(self, most: int) -> list[tuple[int, int]]:
         """Return the number of decodes and of KV entries for each of the next plans: one plan for each of the next
-        commits, at most `most`, up to the first commit that ends an answer. Plans that could lack blocks are left
-        out. This method makes no plan."""
+        commits, at most `most`, up to the first commit that begins or ends an answer. Plans that could lack blocks
+        are left out. This method makes no plan."""
         num_committed, num_planned = self._num_committed, self._num_planned
         next_end = num_committed + most + 1
+        for plan in self._counted:
+            if plan.sampling:
+                next_end = plan.index
+                break
         for decode in self._decodes.values():  # quicker than `min` where modules are compiled
             if num_committed < decode.end < next_end:
                 next_end = decode.end
@@ -293,24 +298,25 @@ class CountedScheduler(Scheduler):
         return steps
 
     def coast(self, commits: TokenIds[tuple[float, float]], num_plans: int) -> list[CountedPlan]:
-        """Commit the oldest steps in flight, which end no answer: `commits` are their seconds and ends. Behind each
-        of the first `num_plans` commits, make the next plan of `coasting_steps`. Returns the plans that were made
-        here and are still in flight."""
+        """Commit the oldest steps in flight, which begin and end no answer: `commits` are their seconds and ends.
+        Behind each of the first `num_plans` commits, make the next plan of `coasting_steps`. Returns the plans that
+        were made here and are still in flight."""
         in_flight, num_commits = list(self._counted), len(commits)
         made: list[tuple[int, int]] = []  # the decodes and KV entries of new plans
         first, times_s, noted = self._num_committed + 1, self._times_s, self._noted
-        predictor = self._predictor
+        predictor, observed = self._predictor, []
         for place, (elapsed_s, now) in enumerate(commits):
             if place < len(in_flight):
                 predictor.observe(in_flight[place].load, elapsed_s)
             else:
-                predictor.observe_decodes(*made[place - len(in_flight)], elapsed_s)
+                observed.append((*made[place - len(in_flight)], elapsed_s))
             self._num_committed = first + place
             times_s.append(now)
             if first + place in noted:
                 self._take_noted(first + place, now)
             if place < num_plans:
                 made.append(self._plan_coasted())
+        predictor.observe_decodes(observed)  # nothing asks the predictor meanwhile
         if len(times_s) > self._most_times:
             self._drop_times()
         self._num_steps += num_plans

@@ -95,7 +95,7 @@ class Decode:
 
     def update_planned(self, num_planned: int) -> None:
         """Bring the counts of the request up to date with this many plans."""
-        count = min(num_planned, self.last) - self.first + 1
+        count = (num_planned if num_planned < self.last else self.last) - self.first + 1
         if count > 0:
             self.sequence.num_computed = self.computed + count
             self.sequence.num_expected = self.expected + count
@@ -104,13 +104,16 @@ class Decode:
         """Bring the tokens of the request up to date with this many commits."""
         if num_committed < self.first:
             return
-        sequence = self.sequence
-        sequence.num_known = self.expected + min(num_committed, self.last) - self.first + 1
+        sequence, last = self.sequence, self.last
+        num_known = self.expected + (num_committed if num_committed < last else last) - self.first + 1
+        sequence.num_known = num_known
         output = sequence.output_token_ids
-        count = sequence.num_known - sequence.num_prompt
+        count = num_known - sequence.num_prompt
         if count > len(output):
             output += answers.tokens(sequence.request_id, len(output), count)
-        self.update_service(num_committed)
+        if count > self.num_served:
+            sequence.account.service += OUTPUT_TOKEN_WEIGHT * (count - self.num_served)
+            self.num_served = count
 
     def update_service(self, num_committed: int) -> None:
         """Bring the account of the tenant up to date with this many commits."""

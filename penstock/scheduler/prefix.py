@@ -139,7 +139,8 @@ class PrefixSharing:
         sequence.publish_at = (end + 1) * block_size
         if sequence.snapshot_ends and sequence.snapshot_ends[0] * block_size == sequence.num_computed:
             self._keep_state(sequence, sequence.snapshot_ends.pop(0))
-        self._move_frontier(sequence)
+        if sequence.is_prefilling or sequence.frontier is not None:
+            self._move_frontier(sequence)
         if not sequence.followers:
             return []
         return self._served_followers(sequence)

@@ -15,6 +15,7 @@ only; the first prefill of a step always gets a minimum chunk, so that a long pr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -125,7 +126,7 @@ class StepTimePredictor:
     def observe(self, load: StepLoad, elapsed_s: float) -> None:
         """Learn from a step."""
         if not (load.prefill_tokens or load.prefill_pairs or load.encoder_patches):
-            self.observe_decodes(load.decode_rows, load.decode_context_tokens, elapsed_s)
+            self.observe_decodes([(load.decode_rows, load.decode_context_tokens, elapsed_s)])
         elif elapsed_s > 0.0:
             predicted_s = self.predict(load)
             scale = 1.0 / (elapsed_s if elapsed_s > predicted_s else predicted_s)
@@ -138,42 +139,42 @@ class StepTimePredictor:
                 load.prefill_pairs * scale,
                 load.encoder_patches * scale,
             )
+            weights, variances, most = self._weights, self._variances, self._max_variances
             total = 0.0
             for index in range(6):
-                total += self._variances[index] * features[index] * features[index]
+                total += variances[index] * features[index] * features[index]
             total += _NOISE_VARIANCE
             for index in range(6):
-                self._learn(index, features[index], error, total)
+                if features[index]:
+                    weights[index], variances[index] = _corrected(
+                        weights[index], variances[index], most[index], features[index], error, total
+                    )
 
-    def observe_decodes(self, rows: int, context_tokens: int, elapsed_s: float) -> None:
-        """Learn from a step of decodes alone. The result is that of `observe`, to the last bit, because absent
-        features add zero."""
-        if elapsed_s <= 0.0:
-            return
-        weights, variances = self._weights, self._variances
-        predicted_s = weights[0] + weights[2] * rows + weights[3] * context_tokens
-        scale = 1.0 / (elapsed_s if elapsed_s > predicted_s else predicted_s)
-        error = self._cut((elapsed_s - predicted_s) * scale)
-        of_rows, of_context = rows * scale, context_tokens * scale
-        total = variances[0] * scale * scale + variances[2] * of_rows * of_rows
-        total += variances[3] * of_context * of_context
-        total += _NOISE_VARIANCE
-        self._learn(0, scale, error, total)
-        self._learn(2, of_rows, error, total)
-        self._learn(3, of_context, error, total)
-
-    def _learn(self, index: int, feature: float, error: float, total: float) -> None:
-        """Correct the weight of one feature by its part in the error. `total`: the variance of all parts."""
-        if not feature:
-            return
-        variance = self._variances[index]
-        spread = variance * feature
-        gain = spread / total
-        weight = self._weights[index] + gain * error
-        self._weights[index] = weight if weight > 0.0 else 0.0
-        variance = (variance - gain * spread) / _FORGETTING
-        most = self._max_variances[index]
-        self._variances[index] = variance if variance < most else most
+    def observe_decodes(self, steps: Iterable[tuple[int, int, float]]) -> None:
+        """Learn from steps of decodes alone: the rows, the context and the seconds of each. The result is that of
+        `observe`, to the last bit, because absent features add zero."""
+        base, _, per_row, per_context, *_ = weights = self._weights
+        of_base, _, of_row, of_context, *_ = variances = self._variances
+        most_base, _, most_row, most_context, *_ = self._max_variances
+        for rows, context_tokens, elapsed_s in steps:
+            if elapsed_s <= 0.0:
+                continue
+            predicted_s = base + per_row * rows + per_context * context_tokens
+            scale = 1.0 / (elapsed_s if elapsed_s > predicted_s else predicted_s)
+            error = self._cut((elapsed_s - predicted_s) * scale)
+            in_rows, in_context = rows * scale, context_tokens * scale
+            total = of_base * scale * scale + of_row * in_rows * in_rows
+            total += of_context * in_context * in_context
+            total += _NOISE_VARIANCE
+            base, of_base = _corrected(base, of_base, most_base, scale, error, total)
+            if rows:
+                per_row, of_row = _corrected(per_row, of_row, most_row, in_rows, error, total)
+            if context_tokens:
+                per_context, of_context = _corrected(
+                    per_context, of_context, most_context, in_context, error, total
+                )
+        weights[0], weights[2], weights[3] = base, per_row, per_context
+        variances[0], variances[2], variances[3] = of_base, of_row, of_context
 
     def _cut(self, error: float) -> float:
         usual_error = self._usual_error
@@ -182,6 +183,18 @@ class StepTimePredictor:
             limit = _MIN_CUT
         self._usual_error = _USUAL_ERROR_DECAY * usual_error + (1.0 - _USUAL_ERROR_DECAY) * abs(error)
         return error if -limit <= error <= limit else (limit if error > 0.0 else -limit)
+
+
+def _corrected(
+    weight: float, variance: float, most: float, feature: float, error: float, total: float
+) -> tuple[float, float]:
+    """Return the weight of one feature, corrected by its part in the error, and the new variance, which is at most
+    `most`. `total`: the variance of all parts."""
+    spread = variance * feature
+    gain = spread / total
+    weight += gain * error
+    variance = (variance - gain * spread) / _FORGETTING
+    return weight if weight > 0.0 else 0.0, variance if variance < most else most
 
 
 MIN_PREFILL_TOKENS = 16

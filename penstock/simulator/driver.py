@@ -101,16 +101,23 @@ class EventHeap:
         """Call `action(time_s)` when that time has come: of equal time and rank by ascending `turn`, and then in the
         order of these calls."""
         heap = self._soon if time_s == self._clock.now() else self._heap
-        heapq.heappush(heap, (time_s, int(rank), turn, self._next_sequence, action))
+        heapq.heappush(heap, (time_s, rank, turn, self._next_sequence, action))
         self._next_sequence += 1
+
+    @property
+    def is_last_now(self) -> bool:
+        """Return whether nothing else happens at the present instant."""
+        return not self._soon and not (self._heap and self._heap[0][0] <= self._clock.now())
 
     def run(self, after: Callable[[], None] | None = None) -> None:
         """Run until no event is left. `after` is called after each."""
-        later, soon = self._heap, self._soon
+        later, soon, pop, advance_to = self._heap, self._soon, heapq.heappop, self._clock.advance_to
         while soon or later:
-            is_soon = bool(soon) and not (later and later[0] < soon[0])
-            time_s, _, _, _, action = heapq.heappop(soon if is_soon else later)
-            self._clock.advance_to(time_s)
+            if soon and not (later and later[0] < soon[0]):
+                time_s, _, _, _, action = pop(soon)
+            else:
+                time_s, _, _, _, action = pop(later)
+                advance_to(time_s)
             action(time_s)
             if after is not None:
                 after()
@@ -325,9 +332,10 @@ class Driver:
     def give(self, member: Member, arrival: Arrival, request: Request, now: float) -> None:
         """Add a request to a replica. Raises the errors of the scheduler."""
         self.touch(member, now)
-        member.replica.add(arrival, request, now)
+        plans = member.replica.add(arrival, request, now)
         member.num_taken += 1
-        self._plan_soon(member, now)
+        if plans:
+            self._plan_soon(member, now)
 
     def later(self, time_s: float, action: _EventAction) -> None:
         self.events.at(time_s, Rank.ARRIVE, action)
@@ -401,7 +409,10 @@ class Driver:
         member.due_s = None
         member.replica.settle(now)
         self._tell(member, member.replica.commit(now), now)
-        self._plan_soon(member, now)
+        if self.events.is_last_now and not member.is_planning:
+            self._plan(member, now)
+        else:
+            self._plan_soon(member, now)
 
     def _tell(self, member: Member, told: list[Told], now: float) -> None:
         for each in told:

@@ -122,9 +122,10 @@ class SimulatedReplica:
         """Return whether nothing is being computed. The next plan decides whether anything can be."""
         return not self._in_flight
 
-    def add(self, arrival: Arrival, request: Request, now: float) -> None:
-        """Add the request of an arrival. `request` also has the tokens that the client already received. Raises the
-        errors of the scheduler, and then changes nothing."""
+    def add(self, arrival: Arrival, request: Request, now: float) -> bool:
+        """Add the request of an arrival. `request` also has the tokens that the client already received. Returns
+        whether to plan now: all steps are planned else, and the next commit comes first. Raises the errors of the
+        scheduler, and then changes nothing."""
         if request.deadline_s is not None and self._clock_s:
             request = replace(request, deadline_s=request.deadline_s + self._clock_s)
         self.scheduler.add(request, now + self._clock_s)
@@ -134,6 +135,7 @@ class SimulatedReplica:
             sequence.hashes = list(arrival.block_hashes)  # saves the scheduler's computation
         self._arrivals[arrival.request.id] = arrival
         self._num_output_tokens[arrival.request.id] = len(request.output_token_ids)
+        return sequence is None or len(self._in_flight) < self._depth
 
     def abort(self, request_id: str, now: float) -> None:
         self.scheduler.abort(request_id, now + self._clock_s)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import sub
 
 from penstock.core.figures import percentile
@@ -141,10 +141,7 @@ class Samples:
                 self._stride *= 2
                 begin += -(self._count + begin) % self._stride
         self._count += len(values)
-        total = self._sum
-        for value in values:
-            total += value
-        self._sum = total
+        (self._sum,) = deque(accumulate(values, initial=self._sum), maxlen=1)  # as `add`, to the last bit
         self._maximum = max(self._maximum, max(values))
 
     def summary(self) -> Summary:

@@ -9,8 +9,11 @@ import pytest
 
 from penstock.control.autoscaler import AutoscalerConfig
 from penstock.core.engine_config import CacheConfig, SchedulerConfig
+from penstock.core.plan import StepPlan
 from penstock.core.request import Tier
 from penstock.dispatch import DispatchConfig
+from penstock.scheduler.counted import CountedScheduler
+from penstock.scheduler.counted_plan import CountedPlan
 from penstock.simulator import (
     ControlTimes,
     Fixed,
@@ -116,3 +119,22 @@ def test_times_of_long_answers_are_kept_until_they_are_told(monkeypatch: pytest.
         counted = replace(config, workload=workload)
         plain = replace(counted, replica=replace(config.replica, counts_decodes=False))
         assert run(counted) == run(plain)
+
+
+def test_steps_beside_a_prompt_are_skipped_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first prompt means three plans (its own, the plan ahead of its commit, the plan behind it), the second one
+    two: the plan ahead of its commit only decodes. A replica looks 64 steps ahead, which means two more plans, and
+    the ends of both answers mean three."""
+    planned: list[float] = []
+    plan_step = CountedScheduler.plan_step
+
+    def count(scheduler: CountedScheduler, now: float) -> CountedPlan | StepPlan | None:
+        planned.append(now)
+        return plan_step(scheduler, now)
+
+    monkeypatch.setattr(CountedScheduler, "plan_step", count)
+    lengths = {"prompt_tokens": Fixed(100), "output_tokens": Fixed(200)}
+    workload = Workload(num_requests=2, requests_per_s=10.0, **lengths)
+    (replica,) = simulate(SimulationConfig(workload=workload)).replicas
+    assert replica.num_steps > 200
+    assert len(planned) == 10
