@@ -333,6 +333,12 @@ def _measured_layout(model: str, shape: ModelShape, prices: tuple[str, ...]) -> 
     from penstock.planner.roofline import Layout
     from penstock.simulator.cost import fit, mean_relative_error, observations
 
+    own = dict(_price(text) for text in prices)
+    for name in own.keys() - {_MEASURED}:
+        raise UsageError(
+            f"--measure plans for this machine, and --price names {name}.",
+            hint=f'Write --price "{_MEASURED}=3.50".',
+        )
     path = fetch_model(model)
     with tempfile.TemporaryDirectory() as folder, spinner(f"Measuring {model} on this machine"):
         from penstock.engine.offline import OfflineEngine
@@ -361,7 +367,6 @@ def _measured_layout(model: str, shape: ModelShape, prices: tuple[str, ...]) -> 
     stderr_console().print(
         f"{len(observed)} steps measured; fitted costs are off by {mean_relative_error(cost, observed):.0%}."
     )
-    own = dict(_price(text) for text in prices)
     kv_bytes = capacity * shape.kv_bytes(1, 2.0)
     weights = WEIGHT_FORMATS["bfloat16"]
     device = replace(

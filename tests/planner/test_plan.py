@@ -524,6 +524,7 @@ def test_a_gguf_file_is_no_config(tmp_path: Path) -> None:
         (["llama-3.1-8b", "--tensor-parallel", "3"], "cannot be cut over 3 devices"),
         (["llama-3.1-8b", "--pipeline-parallel", "17"], "17 is not in the range"),
         (["smollm2-135m", "--measure", "--hardware", "h200"], "takes neither --hardware nor a layout"),
+        (["smollm2-135m", "--measure", "--price", "cpu=1"], "plans for this machine, and --price names cpu"),
         (["llama-3.1-8b", "--plot", "no-such-folder/x.png"], "There is no folder for the picture"),
         (["llama-3.1-8b", "--plot", "x.png", "--simulate", "none"], "simulates nothing"),
         (["llama-2-7b", "--input-len", "8000"], "takes contexts of 4,096 tokens"),
