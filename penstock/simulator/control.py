@@ -168,7 +168,7 @@ class FleetControl:
             ),
             queued_prefill_tokens=queued + sum(room.num_tokens() for room in rooms),
             arriving_prefill_tokens_per_s=arrived / self._times.control_s,
-            drain_tokens_per_s=len(loads) / sum([load.token_s for load in loads]) if loads else None,
+            drain_tokens_per_s=len(loads) / sum([load.token_s for load in loads], 0.0) if loads else None,
             ttft_p95_s=self._tally.recent_ttft_p95_s(now),
             held_requests=sum(room.num_requests() for room in rooms),
         )

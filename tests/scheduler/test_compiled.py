@@ -31,6 +31,16 @@ def test_no_class_means_something_else_when_it_is_compiled(path: Path) -> None:
             assert node.attr != "__slots__", node.lineno
 
 
+@pytest.mark.parametrize("path", _MODULES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_nothing_is_divided_by_a_sum_without_a_start(path: Path) -> None:
+    """mypyc divides whole numbers by such a sum, and raises TypeError where the sum is a float, unless a start of 0.0
+    says so."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and isinstance(node.right, ast.Call):
+            is_sum = isinstance(node.right.func, ast.Name) and node.right.func.id == "sum"
+            assert not is_sum or len(node.right.args) == 2, node.lineno
+
+
 def test_most_of_the_scheduler_can_be_compiled() -> None:
     names = {path.stem for path in _MODULES}
     assert {"scheduler", "counted", "pool", "router", "dispatcher", "driver", "fleet"} <= names
