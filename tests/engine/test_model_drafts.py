@@ -314,17 +314,24 @@ class Clock(SystemClock):
 
 
 def lengths(
-    accepted: int, token_s: float, step_s: float, calls: int, *, first_s: float = 0.0, num_taken: int = 8
+    accepted: int,
+    token_s: float,
+    step_s: float,
+    calls: int,
+    *,
+    first_s: float = 0.0,
+    num_slow: int = 2,
+    num_taken: int = 8,
 ) -> list[int]:
-    """The lengths that are chosen in so many calls, of which the first two take `first_s` longer. The scheduler takes
-    `num_taken` tokens of each draft."""
+    """The lengths that are chosen in so many calls, of which the first `num_slow` take `first_s` longer. The scheduler
+    takes `num_taken` tokens of each draft."""
     clock = Clock()
     chooser = DraftLength(clock, 8)
     chosen = []
     for call in range(calls):
         count = chooser.begin()
         chosen.append(count)
-        clock.time += count * token_s + (first_s if call < 2 else 0.0)
+        clock.time += count * token_s + (first_s if call < num_slow else 0.0)
         if count:
             chooser.end(count, 1, 1)
             taken = min(num_taken, count)
@@ -341,6 +348,12 @@ def test_lengths_follow_acceptance_and_cost() -> None:
     assert never[-20:].count(0) >= 19
     assert 0 < sum(never[100:]) <= length._TRIAL_TOKENS * 4
     assert lengths(8, 5.0, 1.0, 60)[-1] == 0
+
+
+def test_a_stall_in_the_first_measurement_is_forgotten_with_the_next_trial() -> None:
+    chosen = lengths(8, 0.1, 1.0, 100, first_s=60.0, num_slow=4)
+    assert chosen[4:60].count(0) == 56, "the stall counts as the cost of a token"
+    assert chosen[75:].count(8) > 20
 
 
 def test_tokens_that_the_scheduler_does_not_take_are_drafted_rarely() -> None:

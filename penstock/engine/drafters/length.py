@@ -44,7 +44,7 @@ class DraftLength:
         self._began_s = now = self._clock.now()
         if self._ended_s is not None:
             step_s = max(0.0, now - self._ended_s - drafting_s) / max(num_steps, 1)
-            self._step_s = _smoothed(self._step_s, min(step_s, _LONGEST_PAUSE * (self._step_s or step_s)))
+            self._step_s = _smoothed_s(self._step_s, min(step_s, _LONGEST_PAUSE * (self._step_s or step_s)))
         self._ended_s = now
         self._count_taken(max(num_steps, 1))
         length = self._best()
@@ -73,7 +73,7 @@ class DraftLength:
         self._num_measured += 1
         if self._num_measured > _CALLS_TO_WARM_UP:
             usual_s = token_s if self._token_s is None else self._token_s
-            self._token_s = _smoothed(self._token_s, min(token_s, _OUTLIER * usual_s))
+            self._token_s = _smoothed_s(self._token_s, min(token_s, _OUTLIER * usual_s))
 
     def observe(self, num_drafted: int, num_taken: int, num_known: int, num_right: int) -> None:
         """Count a draft, of which the scheduler took this many tokens. The answer has tokens in the places of its
@@ -111,6 +111,14 @@ class DraftLength:
             expected += gain
             seconds += self._token_s
         return len(self._tried)
+
+
+def _smoothed_s(before_s: float | None, measured_s: float) -> float:
+    """Smooth measured seconds. Stalls make measurements longer, never shorter: an estimate of more than twice a new
+    measurement came from stalls, and is forgotten."""
+    if before_s is not None and _OUTLIER * measured_s < before_s:
+        return measured_s
+    return _smoothed(before_s, measured_s)
 
 
 def _smoothed(before: float | None, measured: float) -> float:
