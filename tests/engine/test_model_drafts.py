@@ -323,8 +323,8 @@ def lengths(
     num_slow: int = 2,
     num_taken: int = 8,
 ) -> list[int]:
-    """The lengths that are chosen in so many calls, of which the first `num_slow` take `first_s` longer. The scheduler
-    takes `num_taken` tokens of each draft."""
+    """The lengths that are chosen in so many calls, of which the first `num_slow` take `first_s` longer. The
+    scheduler takes `num_taken` tokens of each draft."""
     clock = Clock()
     chooser = DraftLength(clock, 8)
     chosen = []
