@@ -1,14 +1,18 @@
-"""Logs and traces of the real server and its engine process."""
+"""Logs, traces, recorded requests and history of the real server and its engine process."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from pathlib import Path
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from penstock.gateway.store.database import DATABASE_FILE
+from penstock.planner.traffic import read_trace
 from tests.e2e.conftest import start_server
 from tests.gateway.telemetry.test_tracing import PARENT_ID, TRACE_ID, otlp_receiver
 
@@ -21,7 +25,13 @@ def test_a_request_leaves_a_line_and_a_trace_and_no_secret(tmp_path: Path) -> No
         server = start_server(
             tmp_path,
             *("--model", "echo", "--data-dir", str(tmp_path), "--log-format", "json", "--api-key", KEY),
-            *("--otlp-endpoint", collector),
+            *(
+                "--otlp-endpoint",
+                collector,
+                "--keep-history",
+                "--record-requests",
+                str(tmp_path / "requests.jsonl"),
+            ),
         )
         try:
             answer = httpx.post(
@@ -55,3 +65,8 @@ def test_a_request_leaves_a_line_and_a_trace_and_no_secret(tmp_path: Path) -> No
     assert {span.trace_id.hex() for span in spans} == {TRACE_ID}
     (engine,) = (span for span in spans if span.name == "engine")
     assert [event.name for event in engine.events] == ["queue", "prefill", "first_token", "finish"]
+    (recorded,) = read_trace(tmp_path / "requests.jsonl").lines
+    assert (recorded.prompt_tokens, recorded.output_tokens) == (answer.json()["usage"]["prompt_tokens"], 8)
+    assert "private words" not in (tmp_path / "requests.jsonl").read_text()
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_FILE)) as database:
+        assert database.execute("SELECT count(*) FROM history_samples").fetchone() > (0,)
