@@ -217,7 +217,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculate: Annotated[
         str,
         "Draft tokens and verify several in one step, which never changes an answer: auto (lookup, and "
-        "on a CPU the head that comes with the default model), off, lookup, draft=MODEL, heads=FOLDER or heads=mtp.",
+        "with AMX the head that comes with the default model), off, lookup, draft=MODEL, heads=FOLDER or heads=mtp.",
     ] = "auto"
     num_threads: Annotated[
         Count | None, "CPU threads for kernels. Default: every core that the process may use."

@@ -324,13 +324,29 @@ async def test_a_prefill_host_with_two_ranks_computes_for_decode_hosts_with_one(
     await until(lambda: gateway.num_ready() == 2)
     # Times that a busy machine measures do not decide.
     gateway.fleet.dispatcher.kv_sources._config = TransferConfig(allowed_delay_s=WAIT_S)
-    requests = [make_request(f"long-{number}", 20 + number, 50) for number in range(4)]
-    for request in requests:
-        gateway.ask(request)
-    await until(lambda: gateway.has(*gateway.answers))
-    sources = gateway.fleet.dispatcher.kv_sources.chosen
-    assert sources == {"prefill": 4}
-    await until(lambda: gateway.fleet.stats.kv_fetched_tokens == 4 * (PROMPT // 16 * 16))
-    assert gateway.fleet.stats.kv_fetches_failed == 0
+    requests: list[Request] = []
+    fetched = failed = 0
+    # A sender that a busy machine silences for three seconds is given up, and its KV is computed anew.
+    for _ in range(4):
+        before, failed_before = fetched, failed
+        first = len(requests)
+        requests += [make_request(f"long-{number}", 20 + number, 50) for number in range(first, first + 4)]
+        for request in requests[first:]:
+            gateway.ask(request)
+        await until(lambda: gateway.has(*gateway.answers))
+
+        def is_counted(
+            least: int = before + 4 * (PROMPT // 16 * 16), most_failed: int = failed_before
+        ) -> bool:
+            stats = gateway.fleet.stats
+            return stats.kv_fetched_tokens >= least or stats.kv_fetches_failed > most_failed
+
+        await until(is_counted)
+        fetched, failed = gateway.fleet.stats.kv_fetched_tokens, gateway.fleet.stats.kv_fetches_failed
+        if failed == failed_before:
+            break
+    else:
+        pytest.fail("KV failed to move in every round")
+    assert gateway.fleet.dispatcher.kv_sources.chosen == {"prefill": len(requests)}
     expected = answers_alone(spec_of(machines.model, "both").engine, requests)
     assert [gateway.answers[request.id] for request in requests] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from penstock.cli.console import fetch_model
 from penstock.cli.draft import encoded
@@ -10,28 +11,32 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.request import SamplingParams
 from penstock.engine.learning.texts import built_in_prompts, held_out
 from penstock.engine.offline import OfflineEngine
+from penstock.kernels.select import preferred_cpu_dtype
+from penstock.models.catalog import head_of
 
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-def test_answers_are_the_same_with_the_head_and_its_drafts_are_accepted(dtype: str) -> None:
+def test_answers_are_the_same_with_the_head_and_its_drafts_are_accepted() -> None:
+    path = fetch_model("smollm2-135m")
+    head = f"heads={head_of(path)}"
     answers, drafted = {}, {}
-    for speculate in ("off", "auto"):
+    for speculate in ("off", "auto", head):
         engine = OfflineEngine(
             EngineConfig(
-                model=ModelConfig(dtype=dtype, device="cpu", max_model_len=512),
+                model=ModelConfig(device="cpu", max_model_len=512),
                 cache=CacheConfig(num_kv_blocks=64),
                 speculate=speculate,
                 num_threads=1,
             ),
-            fetch_model("smollm2-135m"),
+            path,
         )
         prompts = encoded(engine.card, held_out(built_in_prompts())[:2])
-        sampling = SamplingParams(max_tokens=40, temperature=0.0)
+        sampling = SamplingParams(max_tokens=32, temperature=0.0)
         answers[speculate] = [each.token_ids for each in engine.generate(prompts, sampling)]
         drafted[speculate] = {each.drafter: sum(each.accepted) for each in engine.stats().drafters}
         engine.close()
-    assert answers["auto"] == answers["off"]
-    assert drafted["auto"].get("heads", 0) > 0
+    assert answers["auto"] == answers[head] == answers["off"]
+    assert drafted[head]["heads"] > 0
+    assert ("heads" in drafted["auto"]) is (preferred_cpu_dtype() == torch.bfloat16)
     assert drafted["off"] == {}

@@ -147,8 +147,10 @@ def load_drafter(config: EngineConfig, model_path: Path, model: Model, ops: Ops)
         return _load_heads(config, model_path, Path(speculate.argument), model, ops)
     if speculate.kind != "auto" or config.parallel.num_ranks > 1:
         return None
-    # On a GPU, the time of a small model's step is that of the host, and its head gains nothing.
-    head = head_of(model_path) if ops.device.type == "cpu" and config.scheduler.max_draft_tokens else None
+    # With AMX, whose type this is, further rows of a step are nearly free. Without it, and on a GPU, where a small
+    # model's step takes the time of the host, a known head gains nothing.
+    has_amx = ops.device.type == "cpu" and ops.dtype == torch.bfloat16
+    head = head_of(model_path) if has_amx and config.scheduler.max_draft_tokens else None
     if head is not None:
         return _load_heads(config, model_path, head, model, ops)
     if model.config.num_mtp_layers:
