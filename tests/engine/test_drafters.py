@@ -13,7 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.plan import Draft
 from penstock.core.request import Request
 from penstock.engine.build import build_engine
-from penstock.engine.drafters.combination import Drafters, build_drafter
+from penstock.engine.drafters.combination import FEW_REQUESTS, Drafters, build_drafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.models.catalog import SMOLLM2_135M, head_of
 from penstock.models.drafters.files import read_heads
@@ -110,6 +110,18 @@ def test_forced_tokens_go_first_and_a_head_drafts_what_lookup_does_not(
         drafts[name].token_ids[0] if name in drafts else None for name in ("forced", "repeats", "new")
     )
     assert found == expected
+
+
+def test_auto_asks_a_head_for_few_requests_only() -> None:
+    names = [f"r{number}" for number in range(FEW_REQUESTS + 1)]
+    head = FixedDrafter(9, set(names))
+    for kind, num_drafts in (("auto", 0), ("heads=folder", len(names))):
+        drafter = build_drafter(parse_speculate(kind), (), head)
+        assert drafter is not None
+        for name in names:
+            drafter.add(request(name, [1, 2, 3, 4, 5, 6]))
+        assert len(drafter.propose(dict.fromkeys(names, 1))) == num_drafts
+        assert len(drafter.propose(dict.fromkeys(names[:-1], 1))) == FEW_REQUESTS
 
 
 def test_the_head_of_the_default_model_is_found_by_its_file_alone(tmp_path: Path) -> None:

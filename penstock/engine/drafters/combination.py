@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FEW_REQUESTS = 8
+
 
 def build_drafter(
     speculate: Speculate, forced: Sequence[Drafter] = (), of_model: Drafter | None = None
@@ -29,23 +31,25 @@ def build_drafter(
         return None
     if speculate.kind == "lookup":
         return Drafters([LookupDrafter()])
-    last = () if of_model is None else (of_model,)
     if speculate.kind == "auto":
-        return Drafters([*forced, LookupDrafter(), *last])
-    if not last:
+        return Drafters([*forced, LookupDrafter()], of_model)
+    if of_model is None:
         raise ConfigError(
             f"This model writes no text that --speculate {speculate.kind}={speculate.argument} could draft.",
             hint="Leave --speculate out.",
         )
-    return Drafters([*forced, *last])
+    return Drafters([*forced, of_model])
 
 
 class Drafters:
     """Asks drafters in their order, and takes the first draft for each request. A drafter that raises an error is
     switched off, with a warning in the log; the others continue."""
 
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self._drafters = list(drafters)
+    def __init__(self, drafters: Sequence[Drafter], for_few: Drafter | None = None) -> None:
+        """`for_few` is asked last, and only where few requests want drafts: with many, its work costs more than the
+        drafts that lookup does not find bring."""
+        self._drafters = [*drafters, *(() if for_few is None else (for_few,))]
+        self._for_few = for_few
 
     def add(self, request: Request) -> None:
         for drafter in tuple(self._drafters):
@@ -62,6 +66,8 @@ class Drafters:
     def propose(self, wanted: Mapping[str, int]) -> dict[str, Draft]:
         drafts: dict[str, Draft] = {}
         for drafter in tuple(self._drafters):
+            if drafter is self._for_few and len(wanted) > FEW_REQUESTS:
+                continue
             found: dict[str, Draft] = {}
             missing = (
                 {each: most for each, most in wanted.items() if each not in drafts} if drafts else wanted
