@@ -25,6 +25,7 @@ from penstock.engine.drafters.model import (
 from penstock.engine.drafters.trees import TREE_WIDTH
 from penstock.engine.warmup import DECODES, PREFILLS, VERIFICATIONS, inputs_of
 from penstock.kernels.interface import KVStore, Ops
+from penstock.kernels.select import preferred_cpu_dtype
 from penstock.models.catalog import head_of
 from penstock.models.drafters.heads import EagleHead, MedusaHeads, Target, load_heads
 from penstock.models.drafters.mtp import MtpHead
@@ -147,10 +148,10 @@ def load_drafter(config: EngineConfig, model_path: Path, model: Model, ops: Ops)
         return _load_heads(config, model_path, Path(speculate.argument), model, ops)
     if speculate.kind != "auto" or config.parallel.num_ranks > 1:
         return None
-    # With AMX, whose type this is, further rows of a step are nearly free. Without it, and on a GPU, where a small
-    # model's step takes the time of the host, a known head gains nothing.
-    has_amx = ops.device.type == "cpu" and ops.dtype == torch.bfloat16
-    head = head_of(model_path) if has_amx and config.scheduler.max_draft_tokens else None
+    # Further rows of a step are nearly free in bfloat16 with AMX. Elsewhere, and on a GPU, where a small model's step
+    # takes the time of the host, a known head gains nothing.
+    uses_amx = ops.device.type == "cpu" and ops.dtype == torch.bfloat16 == preferred_cpu_dtype()
+    head = head_of(model_path) if uses_amx and config.scheduler.max_draft_tokens else None
     if head is not None:
         return _load_heads(config, model_path, head, model, ops)
     if model.config.num_mtp_layers:
