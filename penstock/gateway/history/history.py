@@ -251,9 +251,12 @@ class History:
             await self.save()
 
     async def save(self, *, is_last: bool = False) -> None:
-        """Write the samples that are complete and not written yet; the last time, the growing ones too."""
+        """Write the samples that are complete and not written yet. The last time, take one more sample, and write the
+        growing ones too."""
         if self._store is None:
             return
+        if is_last:
+            self.take()
         new: dict[str, list[Sample]] = {}
         for span in KEPT:
             samples = list(self._rings[span].samples)
