@@ -259,7 +259,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float
     scored: tuple[ScoredChunk, ...] = ()
     encoder_s: float = 0.0  # of the elapsed time: for encoding images
-    preparation_s: float = 0.0  # of one-time work, such as recording a graph; not part of the elapsed time
+    is_unusual: bool = (
+        False  # later steps like it take another time: this one recorded a graph, or lacked one
+    )
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):

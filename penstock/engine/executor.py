@@ -73,6 +73,7 @@ class _Submitted:
     logprobs: dict[int, Tensor] = field(default_factory=dict)
     masks: StepMasks | None = None
     drafter_recording_s: float = 0.0
+    lacks_graph: bool = False  # which is recorded when such a step is met again
 
 
 class LateDrafts(Protocol):
@@ -243,6 +244,7 @@ class ModelExecutor:
                     step.drafts = self._straighten(step, host, sampled)
                 step.token_ids = self._to_host(sampled)
             step.timer.stop(self.forward.take_capture_s())
+            step.lacks_graph = self.forward.lacks_graph
             if host is not None:
                 self._latest = step.plan.chunks, host, sampled
                 self._prepare_drafts(step.plan.chunks, host, sampled, step.hidden)
@@ -368,10 +370,8 @@ class ModelExecutor:
         )
         scored = tuple(scores.report() for scores in step.hidden.scores)
         encoder_s = step.encoder_timer.wait() if step.encoder_timer is not None else 0.0
-        preparation_s = step.timer.preparation_s + step.drafter_recording_s
-        return StepResult(
-            step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s, preparation_s
-        )
+        is_unusual = step.lacks_graph or step.timer.preparation_s + step.drafter_recording_s > 0.0
+        return StepResult(step.plan.step_id, (*sampled, *embedded), elapsed_s, scored, encoder_s, is_unusual)
 
     def _start_timer(self) -> StepTimer:
         return CudaTimer() if self._staging.device.type == "cuda" else HostTimer(self._clock)

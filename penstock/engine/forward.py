@@ -169,6 +169,9 @@ class ForwardPass:
         self.images = images
         self._pooler = HiddenPooler(vectors)
         self._scorer = PromptScorer(model, staging, vocab_size, has_logits=has_logits)
+        self.lacks_graph = (
+            False  # the latest pass was launched piece by piece: its graph is recorded next time
+        )
 
     def begin(self, request: Request) -> None:
         self._pooler.begin(request)
@@ -230,10 +233,13 @@ class ForwardPass:
         if slots is not None and self.lora is not None:
             graphs = graphs and self.lora.records_graphs
         graphs = graphs and not pools and placed is None
+        self.lacks_graph = False
         if graphs and not scores and self._graphs is not None and self._graphs.fits(step):
             logits = self._graphs.logits(step, slots)
-            self._note_states(taken, chunks, step, self._graphs.hidden)
-            return logits
+            if logits is not None:
+                self._note_states(taken, chunks, step, self._graphs.hidden)
+                return logits
+            graphs, self.lacks_graph = False, True
         hidden = None
         if graphs and not taps and step.late is None and self._prompt_graphs is not None:
             hidden = self._prompt_graphs.hidden(step, slots)

@@ -3,7 +3,8 @@ attention.
 
 A graph of decode steps is captured the first time its size is needed and belongs to a padded number of requests and a
 bound on the context. Its inputs live in buffers that never move; rows beyond the real requests read nothing and write
-their KV to a block that no request owns.
+their KV to a block that no request owns. A graph of steps that verify drafts is captured the second time: many of
+their sizes never return, and launching such a step piece by piece takes less time than a capture.
 
 A step with a few tokens of prompts takes the GPU less time than the host needs for its several hundred launches. The
 work between two attentions depends on the number of tokens alone: it is one graph, recorded for a padded number of
@@ -65,6 +66,10 @@ def recorded(run: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
     return graph, made
 
 
+# Padded rows, bound on the context, whether the step verifies drafts, whether as trees, version of the adapters.
+_Key = tuple[int, int, bool, bool, int | None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: torch.cuda.CUDAGraph
@@ -92,7 +97,8 @@ class DecodeGraphs:
         self._staging = staging
         self._max_model_len = max_model_len
         self._sizes = _sizes(rows.max_rows)
-        self._captured: dict[tuple[int, int, bool, bool, int | None], _Captured] = {}
+        self._captured: dict[_Key, _Captured] = {}
+        self._met: set[_Key] = set()  # once, by steps that verify drafts
         self._capture_s = 0.0
         self.hidden: Tensor | None = None  # of the latest call, valid until the next one
         self._pool = torch.cuda.graph_pool_handle()
@@ -135,15 +141,19 @@ class DecodeGraphs:
         count = len(step.rows)
         return step.num_decodes == count == len(step.samples.at) and count <= self._sizes[-1]
 
-    def logits(self, step: HostStep, slots: Slots | None = None) -> Tensor:
-        """Return float32 [R, V], valid until the next call. `slots` says which rows have adapters."""
+    def logits(self, step: HostStep, slots: Slots | None = None) -> Tensor | None:
+        """Return float32 [R, V], valid until the next call; None when the step must be launched piece by piece.
+        `slots` says which rows have adapters."""
         count = len(step.rows)
         size = next(size for size in self._sizes if size >= count)
         context = self._context_bound(step.max_context_len)
-        self._fill(step, count, size, context)
         version = use_adapters(self._lora, slots, size)
         key = size, context, step.neighbours is not None, step.has_trees, version
         captured = self._captured.get(key)
+        if captured is None and step.neighbours is not None and key not in self._met:
+            self._met.add(key)
+            return None
+        self._fill(step, count, size, context)
         if captured is None:
             if self._state_slots is not None and self._rows.states is not None:
                 self._state_slots.fill_(self._rows.states.num_slots)

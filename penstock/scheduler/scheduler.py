@@ -212,7 +212,7 @@ class Scheduler(RequestLifecycle):
             self._predictor.observe(step.load, result.elapsed_s)
         if not step.step_id % _STEPS_BETWEEN_DECISIONS:
             self._swapping.decide_spills()
-        if sets_pace and not result.preparation_s:
+        if sets_pace and not result.is_unusual:
             waited_s = None if step.idle_since_s is None else now - step.idle_since_s
             self._speculation.observe_step(step.load, waited_s, result.elapsed_s)
         self._committed_s = now

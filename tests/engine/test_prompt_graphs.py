@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.graphs import FEWEST, MOST, PromptGraphs, padded_sizes
+from penstock.engine.graphs import FEWEST, MOST, DecodeGraphs, PromptGraphs, padded_sizes
 
 
 @pytest.mark.parametrize("num_parameters", [0, 10**6, 600 * 10**6, 8 * 10**9, 70 * 10**9, 10**12])
@@ -61,6 +61,46 @@ def test_a_size_is_recorded_when_it_is_met_again(
     assert recorded == [32]
     for _ in range(3):
         assert graphs.hidden(_step(FEWEST + 1)) is None
+
+
+def test_steps_with_drafts_are_recorded_when_they_are_met_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those without drafts are recorded at once: all their sizes return."""
+    recorded: list[tuple[int, bool]] = []
+
+    def capture(self: DecodeGraphs, step: Any, size: int, context: int, *, adapted: bool) -> Any:
+        assert not adapted
+        recorded.append((size, step.neighbours is not None))
+        logits = torch.zeros(size, 4)
+        return SimpleNamespace(graph=SimpleNamespace(replay=lambda: None), logits=logits, hidden=logits)
+
+    def step(count: int, *, drafts: bool) -> Any:
+        return SimpleNamespace(
+            rows=[0] * count, max_context_len=9, neighbours=() if drafts else None, has_trees=False
+        )
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(DecodeGraphs, "_capture", capture)
+    monkeypatch.setattr(DecodeGraphs, "_fill", lambda self, step, count, size, context: None)
+    kv: Any = SimpleNamespace(num_blocks=4, block_size=16)
+    rows: Any = SimpleNamespace(
+        max_rows=64,
+        block_size=16,
+        num_device_tokens=8,
+        last_tokens=torch.zeros(1),
+        states=None,
+        windows=None,
+        keep_tokens_in=lambda buffer: None,
+    )
+    graphs = DecodeGraphs(None, kv, rows, None, max_model_len=64)  # type: ignore[arg-type]
+    assert graphs.logits(step(3, drafts=True)) is None
+    assert graphs.take_capture_s() == 0.0
+    assert graphs.logits(step(4, drafts=False)) is not None
+    replayed = graphs.logits(step(4, drafts=True))  # padded as the first was
+    assert replayed is not None
+    assert replayed.shape == (4, 4)
+    assert recorded == [(4, False), (4, True)]
+    assert graphs.take_capture_s() > 0.0
 
 
 def test_without_memory_no_more_sizes_are_recorded(

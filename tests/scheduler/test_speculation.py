@@ -437,19 +437,19 @@ def test_recorded_graphs_do_not_put_drafts_off_for_long() -> None:
 
 
 def learned_host_s(
-    before_plan_s: float, before_commit_s: float, preparations_s: tuple[float, ...] = (0.0,) * 20
+    before_plan_s: float, before_commit_s: float, recordings_s: tuple[float, ...] = (0.0,) * 20
 ) -> float:
     cache = KVCache(100, block_size=4, enable_prefix_caching=True)
     config = SchedulerConfig(max_draft_tokens=2)
     scheduler = Scheduler(config, cache, max_model_len=64, eos_token_ids=frozenset())
     now = 100.0  # the engine was idle before
     scheduler.add(make_request("r", 5, 50), now)
-    for token_id, preparation_s in enumerate(preparations_s):
+    for token_id, recording_s in enumerate(recordings_s):
         plan = scheduler.plan(now)
         assert plan is not None
-        now += 0.01 + before_commit_s + preparation_s
+        now += 0.01 + before_commit_s + recording_s
         sampled = (SampledToken("r", token_id),)
-        scheduler.commit(plan, StepResult(plan.step_id, sampled, 0.01, preparation_s=preparation_s), now)
+        scheduler.commit(plan, StepResult(plan.step_id, sampled, 0.01, is_unusual=recording_s > 0.0), now)
         now += before_plan_s
     return scheduler._speculation._host_s
 

@@ -84,7 +84,7 @@ class DataParallelExecutor(FirstRank):
             max(each.elapsed_s for each in results),
             tuple(chunk for each in results for chunk in each.scored),
             max(each.encoder_s for each in results),
-            max(each.preparation_s for each in results),
+            any(each.is_unusual for each in results),
         )
 
     @property

@@ -126,11 +126,11 @@ class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
     scored: tuple[ScoredChunk, ...] = ()
     elapsed_s: float = 0.0
     encoder_s: float = 0.0
-    preparation_s: float = 0.0
+    is_unusual: bool = False
 
     @classmethod
     def of(cls, result: StepResult) -> Sampled:
-        return cls(result.sampled, result.scored, result.elapsed_s, result.encoder_s, result.preparation_s)
+        return cls(result.sampled, result.scored, result.elapsed_s, result.encoder_s, result.is_unusual)
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
