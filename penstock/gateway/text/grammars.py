@@ -218,7 +218,7 @@ class GrammarChecker:
         key = grammar.owner(workspace_id), grammar
         if (known := self._good.get(key)) is not None:
             return known
-        param = _USUAL_PARAMS[grammar.kind]
+        param, timeout_s = _USUAL_PARAMS[grammar.kind], CHECK_TIMEOUT_S
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"The grammar is larger than {MAX_GRAMMAR_BYTES} bytes.", param=param)
         has_begun = asyncio.Event()
@@ -226,16 +226,14 @@ class GrammarChecker:
         checking.add_done_callback(_note_seen)
         beginning = asyncio.create_task(has_begun.wait())
         try:
-            await asyncio.wait(
-                (checking, beginning), timeout=CHECK_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait((checking, beginning), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not has_begun.is_set() and not checking.done():
                 raise Overloaded("Too many grammars are being checked.", retry_after_s=1.0)
-            async with asyncio.timeout(CHECK_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(checking)
         except TimeoutError:
             raise InvalidRequest(
-                f"The grammar takes more than {CHECK_TIMEOUT_S:g} s to compile.", param=param
+                f"The grammar takes more than {timeout_s:g} s to compile.", param=param
             ) from None
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from None
