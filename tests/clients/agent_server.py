@@ -22,8 +22,10 @@ MARK = "the-shell-was-here"
 LAST_WORDS = "The agent has run its tool."
 _SHELLS = {
     "exec_command": {"cmd": f"echo {MARK}"},  # Codex
-    "Bash": {"command": f"echo {MARK}", "description": "Says something."},  # Claude Code
-    "bash": {"command": f"echo {MARK}", "description": "Says something."},  # opencode
+    "Bash": {"command": f"echo {MARK}", "description": "Says something."},  # Claude Code, Continue
+    "bash": {"command": f"echo {MARK}", "description": "Says something."},  # opencode, pi
+    "run_commands": {"commands": [f"echo {MARK}"]},  # Cline
+    "run_shell_command": {"command": f"echo {MARK}", "is_background": False},  # Qwen Code
 }
 
 
