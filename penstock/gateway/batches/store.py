@@ -148,7 +148,7 @@ class BatchStore:
         is_over = batches.c.status.not_in(sorted(ACTIVE))
         counted = case((is_over, 1), else_=0)
         self._retention = Retention(
-            batches, batches.c.id, counted, batches.c.created_at, MAX_OVER, may_go=is_over
+            database, batches, batches.c.id, counted, batches.c.created_at, MAX_OVER, may_go=is_over
         )
 
     @property
@@ -156,9 +156,13 @@ class BatchStore:
         """False as long as nothing was ever stored, so that there can be no batch."""
         return self._database.exists
 
-    @transaction
-    def create(self, connection: Connection, batch: Batch) -> None:
+    async def create(self, batch: Batch) -> None:
         """Raises RateLimited if the workspace has too many batches that are not over."""
+        await self._create(batch)
+        await self._retention.note_added(batch.workspace_id, 1)
+
+    @transaction
+    def _create(self, connection: Connection, batch: Batch) -> None:
         active = select(func.count()).where(
             tables.batches.c.workspace_id == batch.workspace_id, tables.batches.c.status.in_(sorted(ACTIVE))
         )
@@ -169,7 +173,6 @@ class BatchStore:
                 retry_after_s=RETRY_AFTER_S,
             )
         connection.execute(insert(tables.batches).values(batch_values(batch)))
-        self._retention.note_added(connection, batch.workspace_id, 1)
 
     @reading
     def get(self, connection: Connection, workspace_id: str, batch_id: str, kind: str) -> Batch:

@@ -65,15 +65,21 @@ class ObjectStore:
         self, database: Database, *, max_workspace_bytes: int = 1 << 30, now: Callable[[], float] = time.time
     ) -> None:
         self._database = database
-        self._retention = Retention(table, _OWNER, _NUM_BYTES, table.c.position, max_workspace_bytes)
+        self._retention = Retention(
+            database, table, _OWNER, _NUM_BYTES, table.c.position, max_workspace_bytes
+        )
         self._now = now
         self._searches = QueryTurns("searches of what this workspace stores")
 
     async def add(self, objects: Sequence[StoredObject]) -> None:
         """Add objects of one workspace in their order. An object that is there already stays as it is, and an object
         whose parent is not there is not added."""
-        if objects:
-            await self._add(objects)
+        if not objects:
+            return
+        await self._retention.sweep(self._now())
+        kept = await self._add(objects)
+        num_bytes = sum(each.num_bytes for each in objects)
+        await self._retention.note_added(objects[0].workspace_id, num_bytes, kept=kept)
 
     async def find(
         self, workspace_id: str, kind: str, object_id: str, *, parent_id: str = ""
@@ -260,8 +266,8 @@ class ObjectStore:
             connection.execute(update(table).where(member, *is_due).values(expires_at=keep_until))
 
     @transaction
-    def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> None:
-        self._retention.sweep(connection, self._now())
+    def _add(self, connection: Connection, objects: Sequence[StoredObject]) -> set[str]:
+        """Return the ids of what was added, and of what it belongs to."""
         workspace_id = objects[0].workspace_id
         own_ids = {each.id for each in objects if not each.parent_id}
         parent_ids = {each.parent_id for each in objects if each.parent_id} - own_ids
@@ -277,8 +283,7 @@ class ObjectStore:
         ]
         if rows:
             connection.execute(insert_into(connection, table).on_conflict_do_nothing(), rows)
-        num_bytes = sum(each.num_bytes for each in objects)
-        self._retention.note_added(connection, workspace_id, num_bytes, kept=own_ids | known)
+        return own_ids | known
 
 
 # Both name all columns of an index up to the last one: a workspace has millions of rows, and writers wait meanwhile.

@@ -96,6 +96,7 @@ class ResponseStore:
         self._database = database
         self._now = now
         self._retention = Retention(
+            database,
             responses,
             responses.c.id,
             _NUM_BYTES,
@@ -104,25 +105,35 @@ class ResponseStore:
             may_go=responses.c.is_final,
         )
 
-    @transaction
-    def add(self, connection: Connection, response: StoredResponse) -> None:
+    async def add(self, response: StoredResponse) -> None:
         """Add a response. One that is there already stays: an idempotent request was answered again."""
-        self._retention.sweep(connection, self._now())
-        values = msgspec.structs.asdict(response)
-        connection.execute(insert_into(connection, responses).values(values).on_conflict_do_nothing())
-        self._retention.note_added(connection, response.workspace_id, response.num_bytes, kept=[response.id])
+        await self._retention.sweep(self._now())
+        await self._add(response)
+        await self._note_added(response)
 
-    @transaction
-    def replace(self, connection: Connection, response: StoredResponse) -> bool:
+    async def replace(self, response: StoredResponse) -> bool:
         """Put the outcome in place of a response that ran in the background. False when it has been deleted, or was
         final already."""
+        is_replaced = await self._replace(response)
+        await self._note_added(response)
+        return is_replaced
+
+    async def _note_added(self, response: StoredResponse) -> None:
+        await self._retention.note_added(response.workspace_id, response.num_bytes, kept=[response.id])
+
+    @transaction
+    def _add(self, connection: Connection, response: StoredResponse) -> None:
+        values = msgspec.structs.asdict(response)
+        connection.execute(insert_into(connection, responses).values(values).on_conflict_do_nothing())
+
+    @transaction
+    def _replace(self, connection: Connection, response: StoredResponse) -> bool:
         values = msgspec.structs.asdict(response)
         del values["num_event_bytes"]
         is_running = responses.c.workspace_id == response.workspace_id, responses.c.is_final.is_(False)
         replaced = connection.execute(
             responses.update().where(responses.c.id == response.id, *is_running).values(values)
         )
-        self._retention.note_added(connection, response.workspace_id, response.num_bytes, kept=[response.id])
         return replaced.rowcount == 1
 
     @reading

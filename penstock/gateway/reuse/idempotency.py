@@ -99,8 +99,9 @@ def keep_answer(connection: Connection, claim: KeyClaim, answer: bytes, expires_
     )
 
 
-def retention_of(max_workspace_bytes: int) -> Retention:
+def retention_of(database: Database, max_workspace_bytes: int) -> Retention:
     return Retention(
+        database,
         idempotent_answers,
         _columns.idempotency_key,
         sa.func.length(_columns.answer),
@@ -179,7 +180,7 @@ class IdempotentAnswers:
         self._is_alone = False  # the database is away, which was logged
         self._running: dict[_Key, SharedAnswer] = {}
         self._unrecorded: set[SharedAnswer] = set()  # running, or being written to the database
-        self._retention = retention_of(settings.max_workspace_bytes)
+        self._retention = retention_of(database, settings.max_workspace_bytes) if database else None
         self._claims: dict[_Key, KeyClaim] = {}  # of running requests, where a database holds them
         self._fingerprints: dict[_Key, bytes] = {}  # of running requests
         self._finished = AnswerCache(settings.max_bytes)  # fingerprint and answer
@@ -188,7 +189,8 @@ class IdempotentAnswers:
 
     def apply(self, settings: IdempotencySettings) -> None:
         self.settings = settings
-        self._retention = retention_of(settings.max_workspace_bytes)
+        if self._retention is not None:
+            self._retention.max_workspace_size = settings.max_workspace_bytes
         self._finished.shrink_to(settings.max_bytes)
 
     async def answer(self, work: PreparedRequest, fingerprint: bytes, generate: Generate) -> AnswerStream:
@@ -273,7 +275,8 @@ class IdempotentAnswers:
                 await self._release(claim)
         finally:
             self._unrecorded.discard(shared)
-        self._claims.pop(key, None)
+        if self._claims.get(key) is claim:  # a failed request's key may have a new owner by now
+            del self._claims[key]
 
     async def _replay(
         self, known: bytes, answer: bytes, fingerprint: bytes, work: PreparedRequest
@@ -327,11 +330,11 @@ class IdempotentAnswers:
     async def _keep(self, claim: KeyClaim, answer: bytes) -> None:
         def keep(connection: Connection) -> None:
             keep_answer(connection, claim, answer, self._lease_clock(connection) + self.settings.ttl_s)
-            self._retention.note_added(connection, claim.workspace_id, len(answer))
 
-        if self._database is not None:
+        if self._database is not None and self._retention is not None:
             with contextlib.suppress(StoreUnavailable):  # it is in memory, and the lease lapses
                 await self._database.run(keep)
+                await self._retention.note_added(claim.workspace_id, len(answer))
 
     async def _release_after(self, attempting: Awaitable[ClaimResult], claim: KeyClaim) -> None:
         with contextlib.suppress(StoreUnavailable):

@@ -1,14 +1,23 @@
-"""What workspaces keep in a table: the oldest of it goes when it is too much, and so does what has expired."""
+"""What workspaces keep in a table: the oldest of it goes when it is too much, and so does what has expired.
+
+A workspace may have millions of rows. They are added up in a transaction that only reads, and deleted a few at a
+time: no other writer waits meanwhile.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Table, delete, func, select, true
 
+from penstock.core.errors import StoreUnavailable
+from penstock.gateway.store.database import Database
+
 _CHECKED_SHARE = 1 / 64  # a workspace is measured again after it has added so much of what it may keep
 _DELETED_AT_ONCE = 100
+_PLANNED_AT_ONCE = 10_000
 _SWEEP_EVERY_S = 600.0
 
 
@@ -18,6 +27,7 @@ class Retention:
 
     def __init__(
         self,
+        database: Database,
         table: Table,
         key: ColumnElement[Any],
         size: ColumnElement[int],
@@ -26,6 +36,7 @@ class Retention:
         *,
         may_go: ColumnElement[bool] | None = None,
     ) -> None:
+        self._database = database
         self._table = table
         self._key = key
         self._size = size
@@ -35,36 +46,57 @@ class Retention:
         self._added: dict[str, int] = {}  # per workspace, since it was last measured
         self._swept_at = 0.0
 
-    def note_added(
-        self, connection: Connection, workspace_id: str, size: int, *, kept: Collection[str] = ()
-    ) -> None:
-        """Count what was added, and make room now and then: measuring a workspace reads all its rows. What was just
-        added, `kept`, stays whatever its size."""
+    async def note_added(self, workspace_id: str, size: int, *, kept: Collection[str] = ()) -> None:
+        """Count what a committed transaction has added, and make room now and then. What was just added, `kept`,
+        stays whatever its size."""
         is_known = workspace_id in self._added
-        added = self._added.get(workspace_id, 0) + size
-        is_due = not is_known or added >= self.max_workspace_size * _CHECKED_SHARE
-        self._added[workspace_id] = 0 if is_due else added
-        if is_due:
-            self.make_room(connection, workspace_id, kept)
+        self._added[workspace_id] = added = self._added.get(workspace_id, 0) + size
+        if is_known and added < self.max_workspace_size * _CHECKED_SHARE:
+            return
+        self._added[workspace_id] = 0
+        try:
+            await self._make_room(workspace_id, kept)
+        except StoreUnavailable:  # what was added is stored; the next addition measures again
+            self._added.pop(workspace_id, None)
 
-    def make_room(self, connection: Connection, workspace_id: str, kept: Collection[str] = ()) -> None:
+    async def _make_room(self, workspace_id: str, kept: Collection[str]) -> None:
+        keys: Sequence[Any] = range(_PLANNED_AT_ONCE)
+        while len(keys) == _PLANNED_AT_ONCE:
+            keys = await self._database.run(partial(self._surplus, workspace_id, kept), reads_only=True)
+            for start in range(0, len(keys), _DELETED_AT_ONCE):
+                some = keys[start : start + _DELETED_AT_ONCE]
+                in_workspace = self._table.c.workspace_id == workspace_id
+                await self._delete(in_workspace, self._may_go, self._key.in_(some))
+
+    def _surplus(self, workspace_id: str, kept: Collection[str], connection: Connection) -> list[Any]:
+        """Return the keys of the oldest rows of a workspace that has too much: of enough rows, or of as many as are
+        deleted before the workspace is measured again."""
         in_workspace = self._table.c.workspace_id == workspace_id
         measured = select(func.coalesce(func.sum(self._size), 0)).where(in_workspace)
-        total = connection.execute(measured).scalar_one()
-        may_go = in_workspace, self._may_go, self._key.not_in(kept)
-        oldest = select(self._key, func.sum(self._size)).where(*may_go).group_by(self._key)
-        oldest = oldest.order_by(func.min(self._age_column)).limit(_DELETED_AT_ONCE)
-        while total > self.max_workspace_size and (rows := connection.execute(oldest).all()):
-            keys = []
-            for key, size in rows:
-                if total <= self.max_workspace_size:
-                    break
-                keys.append(key)
-                total -= size
-            connection.execute(delete(self._table).where(*may_go, self._key.in_(keys)))
+        surplus = connection.execute(measured).scalar_one() - self.max_workspace_size
+        if surplus <= 0:
+            return []
+        oldest = select(self._key, func.sum(self._size)).group_by(self._key)
+        oldest = oldest.where(in_workspace, self._may_go, self._key.not_in(kept))
+        oldest = oldest.order_by(func.min(self._age_column)).limit(_PLANNED_AT_ONCE)
+        keys = []
+        for key, size in connection.execute(oldest):
+            if surplus <= 0:
+                break
+            keys.append(key)
+            surplus -= size
+        return keys
 
-    def sweep(self, connection: Connection, now: float) -> None:
+    async def sweep(self, now: float) -> None:
         """Delete expired rows, unless that was done a short while ago."""
-        if now - self._swept_at > _SWEEP_EVERY_S:
-            self._swept_at = now
-            connection.execute(delete(self._table).where(self._table.c.expires_at <= now))
+        if now - self._swept_at <= _SWEEP_EVERY_S:
+            return
+        self._swept_at = now
+        (primary_key,) = self._table.primary_key
+        expired = select(primary_key).where(self._table.c.expires_at <= now).limit(_DELETED_AT_ONCE)
+        while await self._delete(primary_key.in_(expired)) == _DELETED_AT_ONCE:
+            pass
+
+    async def _delete(self, *where: ColumnElement[bool]) -> int:
+        statement = delete(self._table).where(*where)
+        return await self._database.run(lambda connection: connection.execute(statement).rowcount)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Connection, event
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.responses import store as store_module
 from penstock.gateway.responses.store import ResponseStore, StoredResponse
+from penstock.gateway.store import retention
 from penstock.gateway.store.database import Database, sqlite_url
 
 
@@ -188,4 +191,50 @@ async def test_a_workspace_is_bounded_in_bytes(tmp_path: Path, clock: FakeClock)
     await store.replace(response("running", body=b"x" * 20_000, created_at=1.0))
     assert await store.find("w", "running") is not None  # the newest outcome stays, whatever its size
     assert await store.find("w", "r299") is None
+    database.close()
+
+
+async def test_making_room_keeps_no_writer_waiting(
+    tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of a workspace are read while others write, and few rows are deleted in one transaction."""
+    monkeypatch.setattr(retention, "_DELETED_AT_ONCE", 5)
+    monkeypatch.setattr(retention, "_PLANNED_AT_ONCE", 12)
+    database = Database(sqlite_url(tmp_path))
+    roomy = ResponseStore(database, now=clock.now)
+    for number in range(40):
+        workspace = "gone" if number < 10 else "w"
+        expires_at = clock.now() + (1.0 if number < 10 else 1e6)
+        await roomy.add(
+            response(str(number), workspace_id=workspace, created_at=float(number), expires_at=expires_at)
+        )
+    clock.time += 700.0
+    deleted: list[int] = []
+    run = database.run
+
+    async def run_and_look(work: Callable[[Connection], Any], *, reads_only: bool = False) -> Any:
+        def looked_at(connection: Connection) -> Any:
+            statements: list[str] = []
+
+            def note(_: object, cursor: Any, statement: str, *more: object) -> None:
+                statements.append(statement)
+                if statement.startswith("DELETE"):
+                    deleted.append(cursor.rowcount)
+
+            event.listen(connection, "after_cursor_execute", note)
+            try:
+                result = work(connection)
+            finally:
+                event.remove(connection, "after_cursor_execute", note)
+            assert reads_only or not any("sum(" in each for each in statements)
+            return result
+
+        return await run(looked_at, reads_only=reads_only)
+
+    monkeypatch.setattr(database, "run", run_and_look)
+    store = ResponseStore(database, max_workspace_bytes=100, now=clock.now)
+    await store.add(response("new", body=b"x" * 60))
+    assert [number for number in range(40) if await store.find("w", str(number))] == list(range(31, 40))
+    assert max(deleted) == 5
+    assert sum(deleted) == 31
     database.close()

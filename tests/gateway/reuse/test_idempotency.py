@@ -433,7 +433,9 @@ class TestStore:
         assert database.run_now(lambda connection: delete_expired(connection, 299)) == 0
         assert database.run_now(lambda connection: delete_expired(connection, 300)) == 1
 
-    def test_the_oldest_answers_of_a_workspace_with_too_many_bytes_go_first(self, database: Database) -> None:
+    async def test_the_oldest_answers_of_a_workspace_with_too_many_bytes_go_first(
+        self, database: Database
+    ) -> None:
         """Each answer may have megabytes, and a client may send any number of keys a day."""
         claims = [
             KeyClaim(
@@ -450,9 +452,9 @@ class TestStore:
             for at, claim in enumerate(claims):
                 assert claim_key(connection, claim, at, at + 30, at + 100) == Claimed()
                 keep_answer(connection, claim, b"x" * 100, expires_at=at + 5000)
-            retention_of(1050).make_room(connection, "w")
 
         database.run_now(keep)
+        await retention_of(database, 1050).note_added("w", 0)
         now = 1000
         known = [
             (claim.workspace_id, int(claim.idempotency_key))
@@ -507,3 +509,19 @@ class TestStore:
             lambda connection: claim_key(connection, other, clock.now, clock.now + 30, clock.now + 100)
         )
         assert isinstance(result, RunsElsewhere)
+
+
+async def test_a_request_that_ends_late_leaves_the_lease_of_its_keys_next_owner(tmp_path: Path) -> None:
+    """A failed request frees its key, which another request may claim before the first has heard of it."""
+    database = Database(sqlite_url(tmp_path))
+    answers = IdempotentAnswers(IdempotencySettings(), database)
+    first, second = (
+        KeyClaim(workspace_id="w", idempotency_key="k", fingerprint=b"f" * 32, owner=owner) for owner in "ab"
+    )
+    key = "w", "k"
+    answers._running[key] = None  # type: ignore[assignment]
+    answers._fingerprints[key] = first.fingerprint
+    answers._claims[key] = second
+    await answers._on_over(key, first, None)
+    assert answers._claims == {key: second}
+    database.close()
