@@ -9,9 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import pytest
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
 
-from penstock.core.errors import PenstockError
+from penstock.api.http.application import call_endpoint
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.gateway_config import GatewayConfig
+from penstock.core.identity import OPEN_PRINCIPAL
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request
 from penstock.gateway.gateway import Gateway
@@ -134,3 +138,11 @@ async def test_a_value_that_only_a_later_step_finds_too_deep_is_refused() -> Non
             got = await client.post("/v1/chat/completions", content=content, headers=headers)
             statuses.add(got.status_code)
     assert 500 not in statuses
+
+
+async def test_a_line_of_a_batch_that_a_step_finds_too_deep_is_refused() -> None:
+    async def endpoint(request: HttpRequest) -> ASGIApp:
+        raise RecursionError
+
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        await call_endpoint(endpoint, "/v1/x", b"{}", principal=OPEN_PRINCIPAL, request_id="r")

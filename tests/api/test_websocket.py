@@ -20,9 +20,11 @@ from websockets.typing import Subprotocol
 
 from penstock.api.http import parsing, websocket_protocol
 from penstock.api.http.websocket_protocol import BoundedWebSocketProtocol
+from penstock.api.websocket import endpoint
 from penstock.core.errors import AuthenticationFailed
 from penstock.core.gateway_config import GatewayConfig, ServerConfig
 from penstock.core.request import FinishReason, Request
+from penstock.gateway.gateway import Gateway
 from penstock.gateway.tenants.authenticator import Authenticator
 from tests.api.bounded_server import BoundedServed, ThreadedEngine, bounded_server
 from tests.gateway.fake_engine import FakeEngine, engine_ready, model_card, script_text
@@ -482,3 +484,21 @@ def test_an_unknown_path_is_not_found() -> None:
             pass
     assert refused.value.response.status_code == 404
     assert json.loads(refused.value.response.body)["error"]["code"] == "not_found"
+
+
+@pytest.mark.parametrize("step", [(endpoint, "translated"), (Gateway, "submit")])
+def test_a_message_that_a_step_finds_too_deep_is_refused(
+    monkeypatch: pytest.MonkeyPatch, step: tuple[Any, str]
+) -> None:
+    async def give_up(*_: Any) -> None:
+        raise RecursionError
+
+    with bounded_server(FakeEngine(script_text("fine"))) as served, socket_to(served) as socket:
+        with monkeypatch.context() as patch:
+            patch.setattr(*step, give_up)
+            ask(socket, id=1, prompt="hi")
+            refused = hear(socket)
+        assert (refused["id"], refused["error"]["status"]) == (1, 400)
+        assert "nested too deeply" in refused["error"]["message"]
+        ask(socket, id=2, prompt="hi")
+        assert hear_all(socket)[0] == "fine"

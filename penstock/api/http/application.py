@@ -32,6 +32,7 @@ from penstock.api.http.errors import (
     internal_error_response_for,
     is_anthropic,
     limit_headers,
+    nested_too_deeply,
     on_deep_value,
     on_penstock_error,
     on_reader_gone,
@@ -182,7 +183,10 @@ async def call_endpoint(
         elif message["type"] == "http.response.body":
             parts.append(message.get("body", b""))
 
-    response = await endpoint(Request(scope, receive, send))
+    try:
+        response = await endpoint(Request(scope, receive, send))
+    except RecursionError as error:
+        raise nested_too_deeply() from error
     await response(scope, receive, send)
     return LineAnswer(status, b"".join(parts))
 

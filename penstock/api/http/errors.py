@@ -341,8 +341,12 @@ async def on_penstock_error(request: Request, error: Exception) -> Response:
 
 
 async def on_deep_value(request: Request, error: Exception) -> Response:
-    """Refuse a value that could be decoded, but is nested more deeply than later steps can follow."""
-    return error_response_for(request.scope, InvalidRequest("The request is nested too deeply."))
+    return error_response_for(request.scope, nested_too_deeply())
+
+
+def nested_too_deeply() -> InvalidRequest:
+    """Return the error for a value that could be decoded, but is nested more deeply than later steps can follow."""
+    return InvalidRequest("The request is nested too deeply.")
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -25,7 +25,7 @@ from penstock.api.http.authenticate import KEY_SUBPROTOCOL
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.browsers import AllowedOrigins, is_foreign_page
 from penstock.api.http.context import current_principal_of, principal_of
-from penstock.api.http.errors import error_response, sentence
+from penstock.api.http.errors import error_response, nested_too_deeply, sentence
 from penstock.api.http.parsing import BodyDecoder, translated
 from penstock.api.openai.answers import wire_finish_reason, wire_usage
 from penstock.api.openai.requests import ChatCompletionRequest, CompletionRequest
@@ -260,6 +260,10 @@ class WebSocketEndpoint:
         return None
 
 
+def refusal_of(caught: PenstockError | RecursionError) -> PenstockError:
+    return nested_too_deeply() if isinstance(caught, RecursionError) else caught
+
+
 def _holder_of(socket: WebSocket) -> str:
     """Return the workspace whose share a connection takes: none on a server without keys, which has one owner."""
     principal = principal_of(socket)
@@ -343,7 +347,8 @@ class SocketSession:
                 await self._cancel(envelope.cancel)
             else:
                 await self._start(data, envelope)
-        except PenstockError as error:
+        except (PenstockError, RecursionError) as caught:
+            error = refusal_of(caught)
             await self._refuse(error, error_message(request_id, error))
 
     async def _refuse(self, error: PenstockError, message: bytes) -> None:
@@ -421,7 +426,8 @@ class SocketSession:
         try:
             yield
             status = 200
-        except PenstockError as error:
+        except (PenstockError, RecursionError) as caught:
+            error = refusal_of(caught)
             status = error.status
             await self._send(message_of(error))
         except ReaderGone:

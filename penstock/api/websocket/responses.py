@@ -26,7 +26,13 @@ from penstock.api.openai.responses_answers import PARAMS, ResponseEvents
 from penstock.api.openai.responses_endpoints import BegunResponse, ResponsesEndpoints
 from penstock.api.openai.responses_items import InputItem
 from penstock.api.openai.responses_requests import ResponseRequest
-from penstock.api.websocket.endpoint import TOO_SLOW, RequestId, SocketSession, WebSocketEndpoint
+from penstock.api.websocket.endpoint import (
+    TOO_SLOW,
+    RequestId,
+    SocketSession,
+    WebSocketEndpoint,
+    refusal_of,
+)
 from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, RateLimited
 from penstock.gateway.responses.service import split_events
 from penstock.gateway.responses.store import MAX_HISTORY_BYTES, StoredResponse
@@ -222,7 +228,8 @@ class ResponsesSession(SocketSession):
             wire.check()
             name = uuid.uuid4().hex
             self._keep(name, len(data))
-        except PenstockError as error:
+        except (PenstockError, RecursionError) as caught:
+            error = refusal_of(caught)
             await self._refuse(error, _error(lane, error))
             return
         if held := self._steering.release(wire.previous_response_id):
