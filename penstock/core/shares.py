@@ -6,7 +6,10 @@ get three sevenths each, and there is always room for a tenant that comes later.
 
 from __future__ import annotations
 
+from penstock.core.errors import RateLimited
+
 _FACTOR = 3
+RETRY_AFTER_S = 5.0
 
 
 class Shares:
@@ -45,3 +48,28 @@ class Shares:
         own = self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + amount
         if not own:
             del self._by_tenant[tenant]
+
+
+class Holding:
+    """What one request takes of room that tenants share, until its end. `refusal` is the sentence for a tenant that
+    has its share."""
+
+    __slots__ = ("_amount", "_refusal", "_shares", "_tenant")
+
+    def __init__(self, shares: Shares, tenant: str, refusal: str) -> None:
+        self._shares = shares
+        self._tenant = tenant
+        self._refusal = refusal
+        self._amount = 0
+
+    def take(self, amount: int) -> None:
+        """Raises RateLimited."""
+        if not self._shares.take(self._tenant, amount):
+            raise RateLimited(self._refusal, retry_after_s=RETRY_AFTER_S)
+        self._amount += amount
+
+    def release(self, amount: int | None = None) -> None:
+        """Give back an amount, by default all."""
+        amount = self._amount if amount is None else amount
+        self._amount -= amount
+        self._shares.add(self._tenant, -amount)

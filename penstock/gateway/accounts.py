@@ -137,7 +137,7 @@ class Observer(Protocol):
 class Account:
     """One request's reservation and its row in the ledger."""
 
-    __slots__ = ("_is_settled", "_lease", "_ledger", "_on_settled", "claim")
+    __slots__ = ("_is_settled", "_lease", "_ledger", "_on_settled", "claim", "on_end")
 
     def __init__(
         self, claim: Claim, lease: Lease, ledger: Ledger, on_settled: Sequence[Callable[[Outcome], None]] = ()
@@ -147,6 +147,7 @@ class Account:
         self._ledger = ledger
         self._on_settled = on_settled
         self._is_settled = False
+        self.on_end: Sequence[Callable[[], None]] = ()
 
     @property
     def rate_limits(self) -> RateLimits:
@@ -166,14 +167,19 @@ class Account:
         self._ledger.settle(self.claim, outcome)
         for on_settled in self._on_settled:
             on_settled(outcome)
+        for on_end in self.on_end:
+            on_end()
 
 
 class Admission:
     """A request that its request-rate and concurrency limits let in. `open` or `release` ends the admission."""
 
-    __slots__ = ("_accounts", "_lease", "claim")
+    __slots__ = ("_accounts", "_lease", "claim", "on_end")
 
     def __init__(self, accounts: Accounts, claim: Claim, lease: Lease) -> None:
+        self.on_end: list[
+            Callable[[], None]
+        ] = []  # called at the end of the request, with an account or without
         self._accounts = accounts
         self.claim = claim
         self._lease: Lease | None = lease
@@ -185,6 +191,7 @@ class Admission:
         assert lease is not None, "an admission is opened once"
         lease = self._lease = await lease.reserve(claim)
         account = self._accounts.begin(claim, lease)
+        account.on_end = self.on_end
         self._lease = None  # the account settles the lease from now on
         return account
 
@@ -201,6 +208,8 @@ class Admission:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.settle(Outcome(usage=NOTHING_USED, status="failed", error_code=error_code))
+            for on_end in self.on_end:
+                on_end()
 
 
 class Accounts:

@@ -13,6 +13,7 @@ import re
 import msgspec
 
 from penstock.core.errors import InvalidRequest, quoted
+from penstock.core.shares import Holding
 from penstock.gateway.files import FileStore, StoredFile
 from penstock.gateway.prompts import (
     FilePart,
@@ -81,15 +82,16 @@ class DocumentReader:
     def __init__(self) -> None:
         self.files: FileStore | None = None  # set where there is a store
 
-    async def read_request(self, request: GenerationRequest) -> GenerationRequest:
+    async def read_request(self, request: GenerationRequest, held: Holding) -> GenerationRequest:
         """Return the request with the text of all the files that it names."""
         if are_texts(request.prompts):
             return request
         workspace_id = request.principal.workspace_id
-        prompts = [await self.read(prompt, workspace_id) for prompt in request.prompts]
+        prompts = [await self.read(prompt, workspace_id, held) for prompt in request.prompts]
         return msgspec.structs.replace(request, prompts=tuple(prompts))
 
-    async def read(self, prompt: Prompt, workspace_id: str) -> Prompt:
+    async def read(self, prompt: Prompt, workspace_id: str, held: Holding) -> Prompt:
+        """Raises RateLimited where the workspace holds too many bytes of files."""
         parts = parts_of(prompt, FilePart)
         if not parts:
             return prompt
@@ -103,6 +105,7 @@ class DocumentReader:
                 raise InvalidRequest(
                     f"The files of the request have more than {MAX_BYTES:,} bytes together.", param=part.param
                 )
+        held.take(num_bytes)
         texts = {
             part.file_id: await self._text(part) for part in {part.file_id: part for part in parts}.values()
         }

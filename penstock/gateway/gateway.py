@@ -21,7 +21,7 @@ from penstock.core.errors import PenstockError, ShuttingDown
 from penstock.core.gateway_config import GatewayConfig
 from penstock.core.identity import Principal
 from penstock.core.messages import EngineStats
-from penstock.core.shares import Shares
+from penstock.core.shares import Holding, Shares
 from penstock.gateway.accounts import Account, Accounts
 from penstock.gateway.answers.beams import BeamGeneration
 from penstock.gateway.answers.generation import Generation
@@ -56,6 +56,9 @@ class _Sample(NamedTuple):
     at_s: float
     tokens_computed: int
     num_waiting: int
+
+
+MAX_FILE_BYTES = 2 << 30  # of uploaded files and fetched images that requests hold in memory
 
 
 class QueueTimes:
@@ -130,6 +133,7 @@ class Gateway:
         self.shared_caches: SharedCaches | None = None  # set where there is a Redis
         self.documents = DocumentReader()
         self.images = ImageLoader(config)
+        self._file_bytes = Shares(MAX_FILE_BYTES)
         self.reuse = reuse or AnswerReuse(clock=self.clock)
         self.metrics.register(self.reuse)
         # Called with each new request, before any work for it.
@@ -186,10 +190,19 @@ class Gateway:
     async def count_tokens(self, model: ServedModel, prompt: Prompt, principal: Principal) -> int:
         """Count the tokens of a prompt, images and files included."""
         model.check_images([prompt])
-        prompt = await self.documents.read(prompt, principal.workspace_id)
-        if model.card.vision is not None:
-            prompt = await self.images.load(prompt, principal.workspace_id)
-        return len(await model.token_ids(prompt))
+        held = self._holding(principal)
+        try:
+            prompt = await self.documents.read(prompt, principal.workspace_id, held)
+            if model.card.vision is not None:
+                prompt = await self.images.load(prompt, principal.workspace_id, held)
+            return len(await model.token_ids(prompt))
+        finally:
+            held.release()
+
+    def _holding(self, principal: Principal) -> Holding:
+        """Return the room that a request takes for the files that it names. A small request can name many."""
+        refusal = "The requests of this workspace that run or wait hold as many bytes of files as they may."
+        return Holding(self._file_bytes, principal.workspace_id, refusal)
 
     def submit(self, request: GenerationRequest) -> Coroutine[Any, Any, AnswerStream]:
         """Return the answer to a client's request. Raises the PenstockError that keeps the request from running."""
@@ -208,7 +221,9 @@ class Gateway:
         try:
             work.admission = await self.accounts.admit(work.claim(), is_limited=not is_internal)
             try:
-                work.request = await self.documents.read_request(work.request)
+                held = work.held = self._holding(request.principal)
+                work.admission.on_end.append(held.release)
+                work.request = await self.documents.read_request(work.request, held)
                 await self._guard(work)
                 answer = await self.reuse.answer(work, self._generate)
             except BaseException as error:
@@ -293,14 +308,15 @@ class Gateway:
 
     async def _prepare(self, work: PreparedRequest) -> None:
         work.time_left_s(self.clock)
+        assert work.held is not None
         if isinstance(work.model, ServedModel):
             if work.model.card.vision is not None:
-                work.request = await self.images.load_request(work.request)
+                work.request = await self.images.load_request(work.request, work.held)
             await prepare_for_engine(work, work.model, self.prompt_cache, self.turns)
             num_tokens = sum([len(prompt.token_ids) for prompt in work.prompts])
             check_tokens_fit_queues(work.request, num_tokens, work.model.engine, self.engine)
         else:
-            work.request = await self.images.relay_request(work.request, work.model.name)
+            work.request = await self.images.relay_request(work.request, work.model.name, work.held)
             prepare_for_server(work, work.model)
         work.time_left_s(self.clock)
 

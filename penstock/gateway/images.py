@@ -27,6 +27,7 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest, PenstockError, quoted
 from penstock.core.gateway_config import GatewayConfig
+from penstock.core.shares import Holding
 from penstock.gateway.files import FileStore
 from penstock.gateway.image_bounds import has_too_many_parts
 from penstock.gateway.prompts import (
@@ -53,7 +54,7 @@ _LYING_ORIENTATIONS = frozenset({5, 6, 7, 8})  # width and height are swapped
 # All that is assigned; Python calls unassigned addresses global, too.
 _GLOBAL_IPV6 = ipaddress.ip_network("2000::/3")
 # Addresses that stand for IPv4 addresses, and addresses of protocols and of a cloud's metadata.
-_NEVER = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "192.0.0.0/24")))
+_NEVER = tuple(map(ipaddress.ip_network, ("2002::/16", "2001::/32", "192.0.0.0/24", "168.63.129.16/32")))
 _DIGEST_BYTES = 16
 
 # Pillow warns of odd files in texts that clients choose: Python would write each of them to the log, and keep it.
@@ -94,61 +95,74 @@ class ImageLoader:
         self._threads: ThreadPoolExecutor | None = None
         self._slots = FairSlots(_MAX_THREADS)
 
-    async def load_request(self, request: GenerationRequest) -> GenerationRequest:
+    async def load_request(self, request: GenerationRequest, held: Holding) -> GenerationRequest:
         """Return the request with all of its images loaded."""
-        return await self._each_prompt(request, self.load)
+        return await self._each_prompt(request, held, self.load)
 
-    async def relay_request(self, request: GenerationRequest, model: str) -> GenerationRequest:
+    async def relay_request(self, request: GenerationRequest, model: str, held: Holding) -> GenerationRequest:
         """Return the request for an external server, which fetches URLs by itself: URLs are checked, and uploaded
         files become data URLs. Raises InvalidRequest that names the image's place."""
         if are_texts(request.prompts):
             return request
         check_images(request.prompts, model, self._config, sees=True)
-        return await self._each_prompt(request, self._relay)
+        return await self._each_prompt(request, held, self._relay)
 
     async def _each_prompt(
-        self, request: GenerationRequest, change: Callable[[Prompt, str], Awaitable[Prompt]]
+        self,
+        request: GenerationRequest,
+        held: Holding,
+        change: Callable[[Prompt, str, Holding], Awaitable[Prompt]],
     ) -> GenerationRequest:
         if not any(image_parts(prompt) for prompt in request.prompts):
             return request
         workspace_id = request.principal.workspace_id
-        prompts = [await change(prompt, workspace_id) for prompt in request.prompts]
+        prompts = [await change(prompt, workspace_id, held) for prompt in request.prompts]
         return msgspec.structs.replace(request, prompts=tuple(prompts))
 
-    async def load(self, prompt: Prompt, workspace_id: str) -> Prompt:
-        """Return the prompt with all of its images loaded. Raises InvalidRequest that names the image's place."""
+    async def load(self, prompt: Prompt, workspace_id: str, held: Holding) -> Prompt:
+        """Return the prompt with all of its images loaded. Raises InvalidRequest that names the image's place, and
+        RateLimited where the workspace holds too many bytes of files."""
         parts = [part for part in image_parts(prompt) if part.loaded is None]
         loaded: dict[int, ImagePart] = {}
         for part in parts:
-            data = await self._read(part, workspace_id)
+            data = await self._read(part, workspace_id, held)
             image = await self._in_thread(partial(checked_image, part, data, self._config, workspace_id))
             loaded[id(part)] = msgspec.structs.replace(part, loaded=image)
         return with_parts(prompt, lambda part: loaded.get(id(part), part))
 
-    async def _relay(self, prompt: Prompt, workspace_id: str) -> Prompt:
+    async def _relay(self, prompt: Prompt, workspace_id: str, held: Holding) -> Prompt:
         inlined: dict[int, ImagePart] = {}
         for part in image_parts(prompt):
             if part.file_id:
-                data = await self._read(part, workspace_id)
+                data = await self._read(part, workspace_id, held)
                 url = f"data:{_media_type(data)};base64,{base64.b64encode(data).decode()}"
+                held.take(len(url))
                 inlined[id(part)] = msgspec.structs.replace(part, url=url, file_id="")
             elif not part.url.startswith("data:"):
                 await self._fetcher.check(part)
         return with_parts(prompt, lambda part: inlined.get(id(part), part))
 
-    async def _read(self, part: ImagePart, workspace_id: str) -> bytes:
+    async def _read(self, part: ImagePart, workspace_id: str, held: Holding) -> bytes:
         if part.file_id:
-            return await self._read_file(part, workspace_id)
+            return await self._read_file(part, workspace_id, held)
         if part.url.startswith("data:"):
             return await self._in_thread(lambda: decode_data_url(part))
-        return await self._fetcher.fetch(part)
+        unused = self._config.max_image_bytes
+        held.take(unused)
+        try:
+            data = await self._fetcher.fetch(part)
+            unused -= len(data)
+        finally:
+            held.release(unused)
+        return data
 
-    async def _read_file(self, part: ImagePart, workspace_id: str) -> bytes:
+    async def _read_file(self, part: ImagePart, workspace_id: str, held: Holding) -> bytes:
         if self.files is None:
             raise InvalidRequest("This server stores no files.", param=part.param)
         file = await self.files.get(workspace_id, part.file_id)
         if file.num_bytes > self._config.max_image_bytes:
             raise _too_large(part, self._config.max_image_bytes)
+        held.take(file.num_bytes)
         blobs = self.files.blobs
 
         def read() -> bytes:
@@ -255,6 +269,7 @@ class ImageFetcher:
             import_module("httpx")  # now: all requests would wait for it while the first image is fetched
         self._networks = [network for host in self._hosts if (network := _network(host)) is not None]
         self._resolvers: ThreadPoolExecutor | None = None
+        self._lookups = FairSlots(_MAX_THREADS, most_each=_MAX_THREADS // 2)
 
     async def fetch(self, part: ImagePart) -> bytes:
         return await self._in_time(part, self._fetch(part))
@@ -319,11 +334,12 @@ class ImageFetcher:
 
     async def _resolve(self, host: str, port: int) -> list[Any]:
         """Look up a name on threads of its own: with wildcards a client names the server that answers, or does not,
-        and nothing else may wait for that server. A lookup that has not begun is dropped with its request."""
+        and nothing else may wait for that server, nor other workspaces' lookups. A lookup that has not begun is
+        dropped with its request."""
         if self._resolvers is None:
             self._resolvers = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="image-names")
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        return await asyncio.get_running_loop().run_in_executor(self._resolvers, look_up)
+        return await self._lookups.in_thread(self._resolvers, look_up)
 
     def _allows(self, host: str) -> bool:
         if (address := _address(host)) is not None:

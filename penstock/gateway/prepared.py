@@ -16,6 +16,7 @@ from penstock.cluster.external.wire import ExternalCall
 from penstock.core.clock import Clock
 from penstock.core.errors import ContextLengthExceeded, DeadlineExceeded, InvalidRequest
 from penstock.core.request import Request, SamplingParams, Tier
+from penstock.core.shares import Holding
 from penstock.gateway.accounts import Admission, Claim
 from penstock.gateway.answers.choice import Choice
 from penstock.gateway.checks import (
@@ -64,6 +65,7 @@ class PreparedRequest:
     is_internal: bool  # asked by the gateway itself, on behalf of a request that was admitted
     refuses_long_outputs: bool = False  # instead of lowering `max_tokens` to what fits
     admission: Admission | None = None
+    held: Holding | None = None  # of the bytes of files, until the request ends
     case: PolicyRun | None = None  # what guards report to; None without a policy
     prompts: list[PreparedPrompt] = field(default_factory=list)
     engine_requests: list[Request] = field(default_factory=list)  # for a model of our own engines

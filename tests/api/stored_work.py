@@ -37,6 +37,7 @@ class WorkspaceKeys(Authenticator):
 @dataclass
 class ServedWork:
     engine: FakeEngine
+    gateway: Gateway
     work: StoredWork
     url: str
 
@@ -75,4 +76,4 @@ def serving_work(
         await send({"type": "lifespan.shutdown.complete"})
 
     with listening_in_thread(with_runner, is_forced=False) as port:
-        yield ServedWork(engine, work, f"http://127.0.0.1:{port}")
+        yield ServedWork(engine, gateway, work, f"http://127.0.0.1:{port}")

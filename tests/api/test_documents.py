@@ -11,6 +11,7 @@ import anthropic
 import openai
 import pytest
 
+from penstock.core.shares import Holding, Shares
 from penstock.gateway import documents
 from tests.api.scripted import prompt_of, scripted
 from tests.api.stored_work import ServedWork, serving_work
@@ -139,3 +140,22 @@ def test_the_files_of_a_request_are_bounded(served: ServedWork, monkeypatch: pyt
     monkeypatch.undo()
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         chat(sdk, {"file_id": upload(sdk, b"x" * 10_000)})
+
+
+def test_small_requests_hold_no_more_bytes_of_files_than_their_share(
+    served: ServedWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold the files that they name until their answers end."""
+    shares = Shares(4000)
+    monkeypatch.setattr(served.gateway, "_file_bytes", shares)
+    sdk = served.openai()
+    file_id = upload(sdk, b"x" * 900)
+    before = Holding(shares, "w1", "")
+    before.take(2000)
+    chat(sdk, {"file_id": file_id})
+    assert shares.used == 2000
+    before.take(500)
+    with pytest.raises(openai.RateLimitError, match="bytes of files"):
+        chat(sdk, {"file_id": file_id})
+    assert shares.used == 2500
+    chat(served.openai("w2"), {"file_id": upload(served.openai("w2"))})

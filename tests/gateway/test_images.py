@@ -23,8 +23,9 @@ import pytest
 from PIL import Image
 from transformers.image_utils import load_image
 
-from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.errors import InvalidRequest, NotFound, RateLimited
 from penstock.core.gateway_config import GatewayConfig
+from penstock.core.shares import Holding, Shares
 from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.external.models import _content
 from penstock.gateway.files import FileStore
@@ -43,6 +44,10 @@ def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
+
+
+def held(capacity: int = 1 << 30) -> Holding:
+    return Holding(Shares(capacity), "w", "too many bytes")
 
 
 def data_url(data: bytes, media_type: str = "image/png") -> str:
@@ -287,6 +292,7 @@ def test_urls_that_are_never_asked(url: str, hosts: tuple[str, ...], says: str) 
         "::ffff:0:127.0.0.1",
         "fec0::1",
         "192.0.0.192",
+        "168.63.129.16",  # of Azure, to each machine its own
     ],
 )
 def test_a_named_host_with_a_private_address_is_not_asked(
@@ -326,20 +332,46 @@ def test_names_that_resolve_slowly_keep_no_other_work_waiting(monkeypatch: pytes
         released.set()
 
 
+@pytest.mark.asyncio
+async def test_one_workspaces_names_keep_no_other_workspace_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def resolve(host: str, *_: Any, **__: Any) -> list[Any]:
+        if host.startswith("slow"):
+            released.wait(60)
+        return []
+
+    async def ask(workspace_id: str, host: str) -> None:
+        working_for.set(workspace_id)
+        with pytest.raises(InvalidRequest, match="internal network"):
+            await fetcher.fetch(ImagePart(url=f"http://{host}/a.png"))
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    fetcher = ImageFetcher(GatewayConfig(allowed_image_hosts=("*",), image_fetch_timeout_s=60))
+    slow = [asyncio.create_task(ask("slow", f"slow{number}.example")) for number in range(8)]
+    await asyncio.sleep(0)
+    try:
+        await asyncio.wait_for(ask("other", "quick.example"), 30)
+        assert not any(task.done() for task in slow)
+    finally:
+        released.set()
+        await asyncio.gather(*slow)
+
+
 def test_all_images_of_a_chat_are_loaded_and_an_error_names_its_place() -> None:
     good = ImagePart(url=data_url(png(picture(20, 10))), param="messages[0].content")
     bad = ImagePart(url=data_url(b"nothing"), param="messages[1].content")
     loader = ImageLoader(CONFIG)
-    loaded = asyncio.run(loader.load(chat(good, TextPart("and"), good), "w"))
-    elsewhere = asyncio.run(loader.load(chat(good), "v"))
+    loaded = asyncio.run(loader.load(chat(good, TextPart("and"), good), "w", held()))
+    elsewhere = asyncio.run(loader.load(chat(good), "v", held()))
     digests = [part.loaded.digest for part in (*image_parts(loaded), *image_parts(elsewhere)) if part.loaded]
     assert digests[0] == digests[1] != digests[2], "no workspace may notice the images of another"
     assert [part.loaded.width for part in image_parts(loaded) if part.loaded] == [20, 20]
     with pytest.raises(InvalidRequest) as refused:
-        asyncio.run(loader.load(chat(good, bad), "w"))
+        asyncio.run(loader.load(chat(good, bad), "w", held()))
     assert refused.value.param == "messages[1].content"
     with pytest.raises(InvalidRequest, match="stores no files"):
-        asyncio.run(loader.load(chat(ImagePart(file_id="file-1")), "w"))
+        asyncio.run(loader.load(chat(ImagePart(file_id="file-1")), "w", held()))
 
 
 @pytest.mark.asyncio
@@ -380,16 +412,19 @@ def test_odd_images_leave_nothing_in_the_log_and_in_memory() -> None:
 
 
 def test_an_uploaded_file_is_read_within_its_workspace_only(tmp_path: Path) -> None:
-    async def load(workspace_id: str) -> list[ImagePart]:
+    async def load(workspace_id: str, num_images: int = 1, capacity: int = 1 << 30) -> list[ImagePart]:
         store = FileStore(Database(f"sqlite:///{tmp_path / 'penstock.db'}"), FileFolder(tmp_path / "files"))
         upload = await store.upload("w1")
         await upload.write(png(picture(20, 10)))
         file = await store.create(upload, filename="cat.png", purpose="vision")
         loader = ImageLoader(CONFIG)
         loader.files = store
-        return image_parts(await loader.load(chat(ImagePart(file_id=file.id)), workspace_id))
+        parts = [ImagePart(file_id=file.id)] * num_images
+        return image_parts(await loader.load(chat(*parts), workspace_id, held(capacity)))
 
     (part,) = asyncio.run(load("w1"))
+    with pytest.raises(RateLimited, match="too many bytes"):
+        asyncio.run(load("w1", num_images=3, capacity=2 * len(png(picture(20, 10)))))
     assert part.loaded is not None
     assert (part.loaded.width, part.loaded.height) == (20, 10)
     with pytest.raises(NotFound):
