@@ -467,3 +467,16 @@ def test_a_leaving_server_takes_requests_and_ends_each_connection_after_its_answ
             answer = client.post("/v1/completions", json={"prompt": "x"})
         assert (answer.status_code, answer.headers["connection"]) == (200, "close")
         assert answer.json()["choices"][0]["text"] == "fine"
+
+
+def test_pipelined_requests_whose_client_leaves_leave_nothing_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    body = b'{"prompt": "hi", "max_tokens": 4}'
+    engine = ThreadedEngine()
+    with bounded_server(engine) as served:
+        with dial(served) as connection:
+            connection.sendall(2 * (COMPLETION + b"Content-Length: %d\r\n\r\n" % len(body) + body))
+            served.wait_until(lambda: bool(engine.streams))
+        served.wait_until(lambda: not served.connections.num_open and not served.gateway.num_live)
+        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []

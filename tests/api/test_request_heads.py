@@ -84,3 +84,17 @@ def test_plain_heads_are_taken(head: bytes) -> None:
     with bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served:
         answer = answer_to(served, head + b"Connection: close\r\n\r\n" + body)
     assert answer.startswith((b"HTTP/1.1 200", b"HTTP/1.1 403"))  # an open server has no name but its address
+
+
+@pytest.mark.parametrize("line", [LINE.replace(b"completions", b"nowhere"), b"PUT /v1/nowhere HTTP/1.1\r\n"])
+def test_a_body_that_was_announced_and_not_asked_for_ends_the_connection(line: bytes) -> None:
+    """The client may leave the body out, and what it sends next must not be read as the body."""
+    with bounded_server(FakeEngine(script_text("ok")), ServerConfig()) as served:
+        answer = answer_to(served, line + HOST + b"Expect: 100-continue\r\n" + LENGTH + b"\r\n")
+        asked = answer_to(
+            served, LINE + HOST + b"Expect: 100-continue\r\nConnection: close\r\n" + LENGTH + b"\r\n" + BODY
+        )
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert b"connection: close" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"HTTP/1.1 200" in asked

@@ -106,6 +106,10 @@ class Exchange(RequestResponseCycle):
         if head.count(b"\n") != num_lines or head.count(b"\r") != num_lines:
             raise RuntimeError("A header of an answer has a line break.")
         self.response_started = True
+        if self.waiting_for_100_continue and self.more_body and not self.body:
+            self.keep_alive = (
+                False  # the client may send the body or leave it out, and its next bytes mean either
+            )
         self.waiting_for_100_continue = False
         by_name = dict(headers)
         length = by_name.get(b"content-length")
@@ -159,6 +163,7 @@ class RequestWorker:
         self._server_tasks = server_tasks
         self._task: asyncio.Task[None] | None = None
         self._next: tuple[RequestResponseCycle, ASGI3Application] | None = None
+        self._cycle: RequestResponseCycle | None = None  # that is being answered
         # Is done when the task shall look for the next request.
         self._idle: asyncio.Future[None] | None = None
 
@@ -178,10 +183,18 @@ class RequestWorker:
         idle.set_result(None)
         return True
 
+    def client_left(self) -> None:
+        """Tell the request that is being answered: the protocol knows the newest of pipelined requests only."""
+        cycle, self._cycle = self._cycle, None
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
     async def _run(self) -> None:
         current = asyncio.current_task()
         while self._next is not None and self._task is current:
             (cycle, app), self._next = self._next, None
+            self._cycle = cycle
             await cycle.run_asgi(app)
             if self._task is not current or self._transport.is_closing():
                 return

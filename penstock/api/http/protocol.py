@@ -111,6 +111,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._disarm()
         self._stall.stop()
         super().connection_lost(exc)
+        self._worker.client_left()
         self._worker.wake()
         self._idle.cancel()
         if self._on_departure is not None:
@@ -339,6 +340,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
             if self.cycle is not None:
                 wrap_transport(self.cycle, http_version, is_post=is_post)
+                if self.expect_100_continue:  # as in `Exchange`, which knows whether the body was asked for
+                    self.cycle.keep_alive = False
         if self.limits.is_leaving and self.cycle is not None:
             self.cycle.keep_alive = False
 
@@ -396,8 +399,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> None:
         """The client has gone: the connection closes with the return of this method, and takes no answer any more."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True
+        self._worker.client_left()
 
     def pause_writing(self) -> None:
         super().pause_writing()
