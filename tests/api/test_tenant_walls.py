@@ -59,6 +59,15 @@ async def keep_things(client: httpx.AsyncClient) -> dict[str, str]:
         "/v1/messages/batches": await made(
             client, "/v1/messages/batches", json={"requests": [{"custom_id": "a", "params": chat}]}
         ),
+        "/v1/chat/completions": await made(client, "/v1/chat/completions", json=chat | {"store": True}),
+        "/v1/conversations": await made(
+            client,
+            "/v1/conversations",
+            json={"items": [{"role": "user", "content": "secret", "id": "msg_1"}]},
+        ),
+        "/v1/uploads": await made(
+            client, "/v1/uploads", json={"bytes": 6, "filename": "in.jsonl", "purpose": "batch"}
+        ),
     }
 
 
@@ -68,7 +77,25 @@ USES = {
     "/v1/batches": [("GET", ""), ("POST", "/cancel")],
     "/v1/responses": [("GET", ""), ("GET", "/input_items"), ("DELETE", "")],
     "/v1/messages/batches": [("GET", ""), ("GET", "/results"), ("POST", "/cancel"), ("DELETE", "")],
+    "/v1/chat/completions": [("GET", ""), ("GET", "/messages"), ("POST", ""), ("DELETE", "")],
+    "/v1/conversations": [
+        *[("GET", ""), ("GET", "/items"), ("GET", "/items/msg_1"), ("POST", ""), ("POST", "/items")],
+        *[("DELETE", "/items/msg_1"), ("DELETE", "")],
+    ],
+    "/v1/uploads": [("POST", "/parts"), ("POST", "/complete"), ("POST", "/cancel")],
 }
+
+BODIES: dict[str, Any] = {
+    "": {"metadata": {"a": "b"}},
+    "/items": {"items": [{"role": "user", "content": "a"}]},
+    "/complete": {"part_ids": ["part_1"]},
+}
+
+
+async def exists(client: httpx.AsyncClient, path: str, row_id: str) -> bool:
+    if path == "/v1/uploads":  # which nobody can look at
+        return (await client.post(f"{path}/{row_id}/cancel")).status_code == 200
+    return (await client.get(f"{path}/{row_id}")).status_code == 200
 
 
 def comparable(answer: httpx.Response, row_id: str) -> tuple[int, str]:
@@ -85,20 +112,19 @@ async def test_another_workspaces_ids_are_like_ids_that_do_not_exist(server: Ten
             start, _, letters = row_id.rpartition("_")
             missing_id = f"{start}_{letters[::-1]}"
             for method, action in USES[path]:
-                foreign = await stranger.request(method, f"{path}/{row_id}{action}")
-                missing = await stranger.request(method, f"{path}/{missing_id}{action}")
+                body = {"json": BODIES.get(action, {})} if method == "POST" else {}
+                foreign = await stranger.request(method, f"{path}/{row_id}{action}", **body)
+                missing = await stranger.request(method, f"{path}/{missing_id}{action}", **body)
                 assert foreign.status_code == 404, (method, path, action, foreign.text)
                 assert comparable(foreign, row_id) == comparable(missing, missing_id)
-            assert (await owner.get(f"{path}/{row_id}")).status_code == 200, (
-                "a stranger's requests change nothing"
-            )
+            assert await exists(owner, path, row_id), "a stranger's requests change nothing"
 
 
 async def test_lists_show_the_callers_workspace_only(server: TenantServer) -> None:
     owner, stranger = await client_of_new_workspace(server), await client_of_new_workspace(server)
     async with owner, stranger:
         kept = await keep_things(owner)
-        for path in ("/v1/files", "/v1/batches", "/v1/messages/batches"):
+        for path in ("/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/chat/completions"):
             own = (await owner.get(path)).json()["data"]
             assert kept[path] in [row["id"] for row in own]
             foreign = (await stranger.get(path)).json()["data"]
@@ -118,6 +144,12 @@ async def test_another_workspaces_ids_cannot_be_used_in_requests(server: TenantS
         follow_up = {"model": "bytes", "input": "go on", "previous_response_id": kept["/v1/responses"]}
         assert (await stranger.post("/v1/responses", json=follow_up)).status_code in (400, 404)
         assert (await owner.post("/v1/responses", json=follow_up)).status_code == 200
+        for further in (
+            {"conversation": kept["/v1/conversations"]},
+            {"input": [{"type": "item_reference", "id": f"msg_{kept['/v1/responses'][5:]}_0"}]},
+        ):
+            request = {"model": "bytes", "input": "go on", **further}
+            assert (await stranger.post("/v1/responses", json=request)).status_code == 404
 
 
 async def test_two_keys_of_one_workspace_share_what_it_keeps(server: TenantServer) -> None:
@@ -126,7 +158,7 @@ async def test_two_keys_of_one_workspace_share_what_it_keeps(server: TenantServe
     async with clients[0] as first, clients[1] as second:
         kept = await keep_things(first)
         for path, row_id in kept.items():
-            assert (await second.get(f"{path}/{row_id}")).status_code == 200
+            assert await exists(second, path, row_id)
 
 
 async def test_the_prefix_cache_is_salted_by_workspace(server: TenantServer) -> None:
