@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, cast, get_args
 
 import msgspec
@@ -65,6 +66,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         "The vision part of a GGUF model: auto takes an mmproj file beside the model, none takes text only, "
         "FILE reads that file.",
     ] = "auto"
+    chat_template: Annotated[
+        str | None, "FILE with a chat template in Jinja, or the template itself, in place of the model's."
+    ] = None
     generation_config: Annotated[
         str,
         "Where sampling defaults come from: auto reads the model's generation_config.json, none (or vllm) "
@@ -253,6 +257,27 @@ def parse_speculate(text: str) -> Speculate:
         return Speculate(cast(SpeculateKind, kind), argument)
     forms = [f"{kind}={_ARGUMENTS[kind]}" if kind in _ARGUMENTS else kind for kind in get_args(SpeculateKind)]
     raise ConfigError(f"--speculate must be {', '.join(forms[:-1])} or {forms[-1]}, not '{text}'.")
+
+
+_MAX_TEMPLATE_BYTES = 1 << 20
+
+
+def read_chat_template(given: str) -> str:
+    """Return the template that `chat_template` names or is. Raises ConfigError for a file that cannot be read."""
+    if "{%" in given or "{{" in given:
+        return given
+    path = Path(given).expanduser()
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_TEMPLATE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"--chat-template names {given}, which cannot be read: {error.strerror}.") from None
+    if len(text) > _MAX_TEMPLATE_BYTES:
+        raise ConfigError(f"--chat-template names {given}, which is larger than any chat template.")
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        raise ConfigError(f"--chat-template names {given}, which is not a text in UTF-8.") from None
 
 
 def parse_sampling_override(text: str) -> dict[str, Any]:

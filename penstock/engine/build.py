@@ -92,7 +92,7 @@ def build_engine(
         from penstock.engine.decoder import load_decoder
 
         loaded = load_decoder(config, model_path, clock, on_progress)
-    card = loaded.card
+    card = _with_template(loaded.card, config.model.chat_template)
     reuses_prefixes = config.cache.enable_prefix_caching and not card.is_encoder
     # A prompt leaves room for a token of its answer. Encoders have no answers.
     max_model_len = card.max_model_len + (1 if card.is_encoder else 0)
@@ -287,6 +287,15 @@ def _load_ranks(
     staged = PipelineExecutor(setup.local, others, clock)
     # A part of the next step enters the first stage while the last stage is busy with this step.
     return replace(loaded, executor=staged, default_steps_in_flight=2), staged
+
+
+def _with_template(card: ModelCard, template: str | None) -> ModelCard:
+    """Return the card with this chat template in place of all others, if there is one."""
+    if template is None:
+        return card
+    if card.is_encoder:
+        raise ConfigError(f"{card.name} is an encoder and has no chats.", hint="Leave --chat-template out.")
+    return msgspec.structs.replace(card, chat_template=template, named_templates={})
 
 
 def _is_encoder(model_path: Path) -> bool:

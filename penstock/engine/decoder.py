@@ -211,7 +211,11 @@ def _read_parts(
     # The stages of a pipeline pass tokens on.
     if setup.shard.num_stages == 1 and isinstance(loaded, NativeDecoder):
         vision = load_vision_part(
-            model_path, whole_ops, load_format=config.model.load_format, mmproj=config.model.mmproj
+            model_path,
+            whole_ops,
+            load_format=config.model.load_format,
+            mmproj=config.model.mmproj,
+            chat_template=config.model.chat_template,
         )
     verifies = not has_states and _drafts(config)
     trees = verifies and setup.is_alone and _may_have_trees(config, loaded, whole_ops, drafter, vision)

@@ -332,12 +332,17 @@ def weight_source(
 
 
 def load_vision_part(
-    path: Path, ops: Ops, *, load_format: LoadFormat = "auto", mmproj: str = AUTO
+    path: Path,
+    ops: Ops,
+    *,
+    load_format: LoadFormat = "auto",
+    mmproj: str = AUTO,
+    chat_template: str | None = None,
 ) -> TransformersVision | None:
-    """Load the vision part of a vision-language checkpoint; None for other checkpoints. `mmproj` is the setting of
-    that name, for GGUF files."""
+    """Load the vision part of a vision-language checkpoint; None for other checkpoints. `mmproj` and `chat_template`
+    are the settings of these names, for GGUF files."""
     if path.is_file():
-        return load_gguf_vision(path, mmproj, ops)
+        return load_gguf_vision(path, mmproj, ops, chat_template)
     tokenizer = load_tokenizer(path) if (path / "config.json").is_file() else None
     if tokenizer is None:
         return None

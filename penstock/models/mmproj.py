@@ -78,15 +78,17 @@ def _found_beside(model: Path) -> Path | None:
     return next((each for each in found if each is not None), None)
 
 
-def load_gguf_vision(model: Path, setting: str, ops: Ops) -> TransformersVision | None:
+def load_gguf_vision(
+    model: Path, setting: str, ops: Ops, chat_template: str | None = None
+) -> TransformersVision | None:
     """Load the vision part of a GGUF model; None for a model without one. A file that was found beside the model, and
-    cannot be used, is passed over with a warning."""
+    cannot be used, is passed over with a warning. `chat_template` stands in for the model's own."""
     path = mmproj_path(model, setting)
     if path is None:
         return None
     text = GGUFFile(model)
     try:
-        vision = load_mmproj(path, text, tokenizer_from_gguf(text), ops)
+        vision = load_mmproj(path, text, tokenizer_from_gguf(text), ops, chat_template)
     except ModelLoadError as error:
         if setting != AUTO:
             raise
@@ -96,7 +98,9 @@ def load_gguf_vision(model: Path, setting: str, ops: Ops) -> TransformersVision 
     return vision
 
 
-def load_mmproj(path: Path, text: GGUFFile, tokenizer: TokenizerFiles, ops: Ops) -> TransformersVision:
+def load_mmproj(
+    path: Path, text: GGUFFile, tokenizer: TokenizerFiles, ops: Ops, chat_template: str | None = None
+) -> TransformersVision:
     """Load the vision part in the file at `path` for a text model. Raises ModelLoadError."""
     file = MmprojFile(path)
     projector = _projector(file, text)
@@ -130,7 +134,7 @@ def load_mmproj(path: Path, text: GGUFFile, tokenizer: TokenizerFiles, ops: Ops)
         Exception
     ) as error:  # transformers and torch raise errors of all kinds for sizes that they cannot use
         raise ModelLoadError(f"{file.name} has settings that do not fit together: {error}.") from error
-    vision.card = _with_place(vision.card, tokenizer.chat_template)
+    vision.card = _with_place(vision.card, chat_template or tokenizer.chat_template)
     return vision
 
 

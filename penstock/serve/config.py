@@ -35,6 +35,7 @@ from penstock.core.engine_config import (
     SchedulerConfig,
     parse_sampling_override,
     parse_speculate,
+    read_chat_template,
 )
 from penstock.core.errors import ConfigError
 from penstock.core.gateway_config import (
@@ -278,6 +279,8 @@ def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
     tables = _by_table(values)
     parse_speculate(tables["engine"].get("speculate", EngineConfig().speculate))
     parse_sampling_override(tables["model"].get("override_generation_config", "{}"))
+    if (template := tables["model"].get("chat_template")) is not None:
+        tables["model"]["chat_template"] = read_chat_template(template)  # engines may run on another machine
     return EngineConfig(
         model=ModelConfig(**tables["model"]),
         cache=CacheConfig(**tables["cache"]),

@@ -50,6 +50,7 @@ _OWN_SETTINGS = frozenset(
         "model_implementation",
         "trust_remote_code",
         "mmproj",
+        "chat_template",
         "generation_config",
         "override_generation_config",
     }

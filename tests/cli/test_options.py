@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from penstock.cli import commands
 from penstock.cli.commands import PenstockCommand
 from penstock.cli.options import config_options, model_argument
+from penstock.cli.other_flags import ANSWERS
 from penstock.core.config import ServeConfig
 from penstock.core.engine_config import EngineConfig
 from penstock.core.errors import ConfigError
@@ -114,7 +114,7 @@ def test_an_unknown_flag_names_the_nearest(flag: str, nearest: str) -> None:
     assert nearest in result.stderr
 
 
-def test_flags_of_vllm_that_do_not_exist_are_named_at_once_with_what_to_do() -> None:
+def test_flags_of_other_servers_are_named_at_once_with_what_to_do() -> None:
     result = run("--port", "1", "--swap-space=2", "--enforce-eager", "--no-enable-log-requests")
     assert result.exit_code == 2
     first, *hints = result.stderr.strip().splitlines()
@@ -126,15 +126,26 @@ def test_flags_of_vllm_that_do_not_exist_are_named_at_once_with_what_to_do() -> 
     ]
 
 
-def test_what_replaces_a_flag_of_vllm_exists_and_the_flag_itself_does_not() -> None:
+def test_short_flags_of_llama_cpp_are_answered() -> None:
+    result = run("-c", "4096", "-ngl", "99", "--jinja")
+    assert result.exit_code == 2
+    assert [line.split(": ")[-1] for line in result.stderr.strip().splitlines()] == [
+        "Penstock has no -c, -ngl and --jinja.",
+        "Use --max-model-len.",
+        "The whole model runs on --device.",
+        "It is always on; leave the flag out.",
+    ]
+
+
+def test_what_replaces_a_flag_exists_and_the_flag_itself_does_not() -> None:
     flags = {option for parameter in show.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for flag, answer in commands.ANSWERS.items():
+    for flag, answer in ANSWERS.items():
         assert flag not in flags
         for named in re.findall(r"--[a-z0-9-]+", answer):
             assert named in flags, flag
 
 
-def test_a_command_without_settings_answers_for_no_flag_of_vllm() -> None:
+def test_a_command_without_settings_answers_for_no_other_flag() -> None:
     @click.command(cls=PenstockCommand)
     def plain() -> None: ...
 
@@ -146,6 +157,35 @@ def test_a_second_value_of_a_flag_is_explained(arguments: tuple[str, ...]) -> No
     result = run(*arguments)
     assert result.exit_code == 2
     assert "repeat the flag for more" in result.stderr
+
+
+def test_a_chat_template_comes_from_a_file_or_the_command_line(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    file = tmp_path / "chat.jinja"
+    file.write_text(template)
+    for given in (str(file), template):
+        assert config_of("--chat-template", given).engine.model.chat_template == template
+    written = write(tmp_path, f"[model]\nchat_template = '{file}'\n")
+    assert config_of("--config", written).engine.model.chat_template == template
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff\xfe{", "is not a text in UTF-8"),
+        (b"x" * (1 << 20) + b"x", "is larger than any chat template"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_read_is_a_sentence(
+    tmp_path: Path, content: bytes | None, sentence: str
+) -> None:
+    file = tmp_path / "chat.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    result = run("--chat-template", str(file))
+    assert (result.exit_code, sentence in result.stderr) == (2, True)
+    assert "--chat-template" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -210,7 +250,7 @@ def test_every_setting_can_be_written_in_a_file_both_ways(tmp_path: Path) -> Non
         if setting.default is None
         else setting.default
         for name, setting in settings().items()
-    } | {"tier_shares": "8,3,1"}
+    } | {"tier_shares": "8,3,1", "chat_template": "{{ messages }}"}
     flat = "".join(f"{name} = {toml(value)}\n" for name, value in samples.items())
     tables = "".join(
         f"{setting.section.table}.{name} = {toml(samples[name])}\n" for name, setting in settings().items()
