@@ -108,6 +108,8 @@ async def test_a_path_without_the_version_gets_a_hint(path: str, meant: str | No
         ("/v1/audio/translations", "cross-attention"),
         ("/v1/realtime/client_secrets", "WebSockets"),
         ("/v1/vector_stores", "/v1/embeddings"),
+        ("/v1beta/models/m:generateContent", "Gemini"),
+        ("/completion", "/v1/completions"),
         ("/v1/fine_tuning/jobs", "LoRA"),
         ("/v1/complete", "/v1/messages"),
     ],

@@ -149,6 +149,7 @@ _NO_TRANSCRIPTS = (
     "Speech is not transcribed: models with an encoder and a decoder, such as Whisper, need cross-attention, which "
     "engines do not have."
 )
+_OTHER_SERVERS = "That is an API of another server. Use /v1/completions or /v1/chat/completions."
 _NOT_SERVED = {  # by the beginning of the path; the first that fits
     "/v1/assistants": _NO_ASSISTANTS,
     "/v1/threads": _NO_ASSISTANTS,
@@ -162,6 +163,14 @@ _NOT_SERVED = {  # by the beginning of the path; the first that fits
     "/v1/realtime": "The Realtime API is not served. /v1/responses and /v1/stream take WebSockets with text.",
     "/v1/vector_stores": "There are no vector stores. /v1/embeddings and /v1/rerank serve a store of your own.",
     "/v1/videos": "No model here makes videos.",
+    "/v1beta": "Gemini's API is not served. Use /v1/chat/completions.",
+    "/apply-template": "Use /tokenize, which renders chats too.",
+    "/completion": _OTHER_SERVERS,
+    "/generate": _OTHER_SERVERS,
+    "/generate_stream": _OTHER_SERVERS,
+    "/infill": "Use /v1/completions with a suffix.",
+    "/invocations": _OTHER_SERVERS,
+    "/ping": "Use /health, or /ready.",
 }
 
 AnswerT = TypeVar("AnswerT")
