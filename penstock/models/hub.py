@@ -36,7 +36,7 @@ from penstock.models.catalog import (
     from_ollama_name,
 )
 from penstock.models.gguf_choice import choose_gguf, files_of_model
-from penstock.models.local_path import checked_local_path, latest_snapshot
+from penstock.models.local_path import checked_local_path, snapshot_of
 
 _COPY_BYTES = 1 << 20
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken"]
@@ -156,7 +156,7 @@ class ModelHub:
             for model in known
         ]
         for folder in self._hub_dir.glob("models--*--*"):
-            snapshot = latest_snapshot(folder)
+            snapshot = snapshot_of(folder)
             if snapshot is not None:
                 name = folder.name.removeprefix("models--").replace("--", "/", 1)
                 models.append(_cached_model(name, snapshot, folder))
@@ -194,7 +194,7 @@ class ModelHub:
         """Return the folder of a repository in the cache that has it, and for a new repository in our own cache."""
         name = f"models--{repository.replace('/', '--')}"
         shared = None if self._shared_hub_dir is None else self._shared_hub_dir / name
-        if shared is not None and latest_snapshot(shared) is not None:
+        if shared is not None and snapshot_of(shared) is not None:
             return shared
         return self._hub_dir / name
 
@@ -244,9 +244,14 @@ class ModelHub:
             yield
 
     def _download_from_hub(self, name: str, asked: str | None = None) -> Path:
-        """Download a repository; of one with GGUF files only, one model. `name` may end with the type of the file:
-        `org/name:Q8_0`. `asked` is what the caller calls it, if not that."""
-        repository, _, wanted = name.partition(":")
+        """Download a repository; of one with GGUF files only, one model. `name` may end with a revision and the type
+        of the file: `org/name@v1.0:Q8_0`. `asked` is what the caller calls it, if not that."""
+        name, _, wanted = name.partition(":")
+        repository, at, revision = name.partition("@")
+        if at and not _is_revision(revision):
+            raise ModelLoadError(
+                f"'{name}' names no revision.", hint="Write org/name@REVISION: a branch, a tag or a commit."
+            )
         subject = f"'{repository}'" if asked is None else f"'{asked}', which is '{repository}',"
         try:
             from huggingface_hub import HfApi, snapshot_download
@@ -256,10 +261,11 @@ class ModelHub:
                 hint=f"Run `{install_command('hub')}`, or give a folder or a .gguf file.",
             ) from error
         try:
-            listed = HfApi(token=self._hub_token).list_repo_files(repository)
+            listed = HfApi(token=self._hub_token).list_repo_files(repository, revision=revision or None)
             gguf = _hub_gguf(listed, repository, wanted or None)
             folder = snapshot_download(
                 repository,
+                revision=revision or None,
                 cache_dir=self._repository_folder(repository).parent,
                 token=self._hub_token,
                 allow_patterns=[*_HUB_FILES, *([] if gguf is None else files_of_model(gguf, listed))],
@@ -267,9 +273,9 @@ class ModelHub:
         except ModelLoadError:
             raise
         except Exception as error:  # the library lets errors of several HTTP clients through
-            cached = self._cached_repository(repository, wanted or None)
+            cached = self._cached_repository(repository, revision or None, wanted or None)
             if cached is not None:
-                logger.warning("the hub did not answer for %s: taking the copy in the cache", repository)
+                logger.warning("the hub did not answer for %s: taking the copy in the cache", name)
                 return cached
             reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             raise ModelLoadError(
@@ -279,9 +285,9 @@ class ModelHub:
             ) from error
         return Path(folder) if gguf is None else Path(folder, gguf)
 
-    def _cached_repository(self, repository: str, wanted: str | None) -> Path | None:
+    def _cached_repository(self, repository: str, revision: str | None, wanted: str | None) -> Path | None:
         """Return the downloaded part of a repository; None if nothing, or no file of the type, was downloaded."""
-        snapshot = latest_snapshot(self._repository_folder(repository))
+        snapshot = snapshot_of(self._repository_folder(repository), revision)
         if snapshot is None or wanted is None:
             return snapshot
         root = snapshot if snapshot.is_dir() else snapshot.parent
@@ -397,7 +403,11 @@ def _disk_error(model: CatalogModel, cache_dir: Path, error: OSError) -> UsageEr
     )
 
 
+def _is_revision(text: str) -> bool:
+    return all(part and not part.startswith(".") for part in text.split("/"))
+
+
 def _looks_like_hub_id(text: str) -> bool:
-    organisation, slash, name = text.partition("/")
+    organisation, slash, name = text.partition("@")[0].partition("/")
     plain = all(word and not word.startswith((".", "~")) for word in (organisation, name))
     return bool(slash) and plain and "/" not in name and not name.endswith(".gguf")

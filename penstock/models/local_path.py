@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def checked_local_path(path: Path) -> Path:
     """Return the folder or the .gguf file of the model at `path`. Raises ModelLoadError if there is none."""
     if (path / "snapshots").is_dir():
-        path = latest_snapshot(path) or path
+        path = snapshot_of(path) or path
     if path.is_dir():
         path = _model_in(path)
     elif path.suffix != ".gguf":
@@ -32,9 +32,15 @@ def checked_local_path(path: Path) -> Path:
     return path.parent.resolve() / path.name if path.is_file() else path.resolve()
 
 
-def latest_snapshot(folder: Path) -> Path | None:
-    """Return the model in a folder of the hub's cache; None for a download that never ended."""
-    snapshots = [each for each in folder.glob("snapshots/*") if each.is_dir()]
+def snapshot_of(folder: Path, revision: str | None = None) -> Path | None:
+    """Return the model in a folder of the hub's cache; None for a download that never ended. Without a revision, a
+    branch, a tag or a commit, the main branch is taken; if the cache does not know that, the latest snapshot."""
+    reference = folder / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    if commit is not None and "/" not in commit and (folder / "snapshots" / commit).is_dir():
+        snapshots = [folder / "snapshots" / commit]
+    else:
+        snapshots = [each for each in folder.glob("snapshots/*") if each.is_dir() and revision is None]
     usable = [each for each in snapshots if (each / "config.json").exists() or [*each.rglob("*.gguf")]]
     latest = max(usable, key=lambda each: each.stat().st_mtime, default=None)
     return None if latest is None else checked_local_path(latest)

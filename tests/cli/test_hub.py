@@ -311,12 +311,51 @@ def test_a_model_that_other_programs_have_is_used_where_it_is(
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_: ["config.json"])
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: ["config.json"])
     with pytest.raises(ModelLoadError, match="could not be downloaded"):
         hub.resolve("some/model")
     snapshot = hub_repository(tmp_path / "shared")
     assert hub.resolve("some/model") == snapshot
     assert asked == [tmp_path / "cache" / "hub", tmp_path / "shared"]
+
+
+def test_a_revision_is_fetched_and_found_again_without_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    hub, asked = ModelHub(tmp_path), []
+    folder = tmp_path / "hub" / "models--some--model"
+
+    def listed(_: object, repository: str, *, revision: str | None) -> list[str]:
+        asked.append((repository, revision))
+        return ["config.json"]
+
+    def download(_: str, *, revision: str | None, **__: object) -> str:
+        if len(asked) > 2:
+            raise OSError("no network")
+        commit = f"commit-of-{revision or 'main'}"
+        (folder / "refs").mkdir(parents=True, exist_ok=True)
+        (folder / "refs" / (revision or "main")).write_text(commit)
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / "config.json").write_text("{}")
+        return str(folder / "snapshots" / commit)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", listed)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for _ in range(2):  # the second time without the hub
+        assert hub.resolve("some/model").name == "commit-of-main"
+        assert hub.resolve("some/model@v2").name == "commit-of-v2"
+    assert hub.resolve("some/model@commit-of-v2").name == "commit-of-v2"
+    assert asked[:2] == [("some/model", None), ("some/model", "v2")]
+    with pytest.raises(ModelLoadError, match="could not be downloaded"):
+        hub.resolve("some/model@v3")
+
+
+@pytest.mark.parametrize("name", ["some/model@", "some/model@../../x", "some/model@:Q8_0"])
+def test_a_name_without_a_proper_revision_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ModelLoadError, match="names no revision"):
+        ModelHub(tmp_path).resolve(name)
 
 
 def test_the_catalog_is_consistent() -> None:

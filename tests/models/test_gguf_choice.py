@@ -89,7 +89,7 @@ class FakeHub:
         self.folder, self.listed, self.patterns = folder, listed, list[str]()
         self.module = SimpleNamespace(HfApi=lambda **_: self, snapshot_download=self.download)
 
-    def list_repo_files(self, repository: str) -> list[str]:
+    def list_repo_files(self, repository: str, **_: Any) -> list[str]:
         return self.listed
 
     def download(self, repository: str, *, allow_patterns: list[str], **_: Any) -> str:
@@ -185,7 +185,7 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     fake = FakeHub(tmp_path, FILES)
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake.module)
 
-    def fail(repository: str) -> list[str]:
+    def fail(repository: str, **_: Any) -> list[str]:
         raise OSError("no route to host")
 
     monkeypatch.setattr(fake, "list_repo_files", fail)
