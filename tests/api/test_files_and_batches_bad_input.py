@@ -71,6 +71,30 @@ def test_odd_names_of_files(served: ServedWork, name: str) -> None:
     sdk.beta.files.delete(file.id)
 
 
+def test_a_file_that_is_deleted_while_it_is_read(served: ServedWork, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes go at any moment: before the answer begins, or while it is sent."""
+    sdk = served.openai()
+    blobs = served.work.files.blobs
+    file_id = sdk.files.create(file=b"x" * 1_000_000, purpose="batch").id
+    read = sdk.files.with_streaming_response.content(file_id)
+    with read as answer:
+        pieces = answer.iter_bytes(1 << 16)
+        start = next(pieces)
+        blobs.remove(file_id)
+        assert start + b"".join(pieces) == b"x" * 1_000_000
+    file_id = sdk.files.create(file=b"x", purpose="batch").id
+    num_bytes = blobs.num_bytes
+
+    def remove(blob_id: str) -> int:
+        size = num_bytes(blob_id)
+        blobs.remove(blob_id)
+        return size
+
+    monkeypatch.setattr(blobs, "num_bytes", remove)
+    with pytest.raises(openai.NotFoundError, match="are gone"):
+        sdk.files.content(file_id)
+
+
 def test_bytes_that_another_request_removes_meanwhile(served: ServedWork) -> None:
     sdk = served.openai()
     file = sdk.files.create(file=b"{}", purpose="batch")

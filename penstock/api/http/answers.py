@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.http.context import answer_headers, state_of, watch_of
@@ -375,7 +375,7 @@ class EventStream:
             self._answer.cancel()
 
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 256 << 10  # of each reader, however slow
 
 
 async def blob_response(
@@ -387,19 +387,18 @@ async def blob_response(
     filename: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Raises NotFound with the sentence `missing`, and StoreUnavailable, before anything is sent. A store that fails
-    later cuts the answer off, which clients see from its length."""
+    """Raises NotFound with the sentence `missing`, and StoreUnavailable, before anything is sent. The blob may be
+    deleted meanwhile: it is open by then. A store that fails later cuts the answer off, which clients see from its
+    length."""
     all_headers = dict(headers or {})
     if filename is not None:  # by RFC 8187, which leaves no slashes: clients may save files by this name
         all_headers["content-disposition"] = f"attachment; filename*=utf-8''{quote(filename, safe='')}"
-    path = blobs.local_path(blob_id)
-    if path is not None:
-        if not await in_thread(path.exists):
-            raise NotFound(missing)
-        return FileResponse(path, headers=all_headers, media_type=media_type)
+
+    def opened_blob() -> tuple[int, IO[bytes]]:
+        return blobs.num_bytes(blob_id), blobs.open(blob_id)
+
     try:
-        num_bytes = await in_thread(blobs.num_bytes, blob_id)
-        opened = await in_thread(blobs.open, blob_id)
+        num_bytes, opened = await in_thread(opened_blob)
     except FileNotFoundError as error:
         raise NotFound(missing) from error
     all_headers["content-length"] = str(num_bytes)

@@ -92,10 +92,6 @@ class Blobs(ABC):
     def remove_abandoned(self) -> None:
         """Remove half-written blobs of processes that died."""
 
-    def local_path(self, blob_id: str) -> Path | None:
-        """Return the blob's path; None if the blob is not on a disk."""
-        return None
-
 
 _UNFINISHED = ".part"
 # Longer than any upload may take; what is older was left behind by a process that died.
@@ -116,9 +112,6 @@ class FileFolder(Blobs):
 
     def path(self, file_id: str) -> Path:
         return self._path / check_blob_id(file_id)
-
-    def local_path(self, blob_id: str) -> Path | None:
-        return self.path(blob_id)
 
     def exists(self, blob_id: str) -> bool:
         return self.path(blob_id).exists()
