@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 _GRAPHS = "CUDA graphs are used wherever they work; leave the flag out."
 _TEMPLATE = "The template decides; --chat-template names another one."
-_CONFIG = "The model's folder decides; change its config.json."
+_CONFIG = "Use --hf-overrides."
 _TOKENIZER = "The tokenizer is the one in the model's folder or GGUF file."
 _REVISION = "Give it with the name: org/name@REVISION."
 _KIND = "The model's files decide; a model answers at every endpoint that it can serve."
@@ -111,7 +111,6 @@ ANSWERS = {
     "-hf": _HUB,
     "--hf-config-path": _CONFIG,
     "--hf-file": _HUB,
-    "--hf-overrides": _CONFIG,
     "--hf-repo": _HUB,
     "--hf-token": "Use the environment variable HF_TOKEN.",
     "-hff": _HUB,

@@ -77,6 +77,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     override_generation_config: Annotated[
         str, 'Sampling defaults as JSON, such as {"temperature": 0.6}, in place of the defaults of the model.'
     ] = "{}"
+    hf_overrides: Annotated[
+        str,
+        'Settings as JSON in place of those in config.json, such as {"rope_scaling": {"rope_type": "yarn", '
+        '"factor": 4.0, "original_max_position_embeddings": 32768}}.',
+    ] = "{}"
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -296,3 +301,11 @@ def parse_sampling_override(text: str) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--override-generation-config cannot be read: {error}.") from None
     return given
+
+
+def parse_hf_overrides(text: str) -> dict[str, Any]:
+    """Read `hf_overrides`. Raises ConfigError for anything but an object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--hf-overrides cannot be read: {error}.") from None

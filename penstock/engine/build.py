@@ -86,7 +86,7 @@ def build_engine(
         loaded = _load_echo(config, clock)
     elif config.parallel.num_ranks > 1:
         loaded, ranks = _load_ranks(config, model_path, clock, on_progress, rendezvous)
-    elif _is_encoder(model_path):
+    elif _is_encoder(model_path := _overridden(config, model_path)):
         loaded = _load_encoder(config, model_path, clock, on_progress)
     else:
         from penstock.engine.decoder import load_decoder
@@ -270,9 +270,11 @@ def _load_ranks(
         from penstock.engine.parallel.setup import check, join
         from penstock.models.load import weights_identity
 
+        weights_id = weights_identity(model_path) if rendezvous is not None else ""
+        model_path = _overridden(config, model_path)  # as each rank does
         check(config, model_path, others.num_ranks_here)
         with others.explaining():
-            others.wait_until_present(weights_identity(model_path) if rendezvous is not None else "")
+            others.wait_until_present(weights_id)
             setup = join(config, model_path, 0, others.store_access)
             on_failure.callback(setup.mesh.close)
             loaded = load_decoder(config, model_path, clock, on_progress, setup)
@@ -296,6 +298,12 @@ def _with_template(card: ModelCard, template: str | None) -> ModelCard:
     if card.is_encoder:
         raise ConfigError(f"{card.name} is an encoder and has no chats.", hint="Leave --chat-template out.")
     return msgspec.structs.replace(card, chat_template=template, named_templates={})
+
+
+def _overridden(config: EngineConfig, model_path: Path) -> Path:
+    from penstock.models.overrides import overridden
+
+    return overridden(model_path, config.model)
 
 
 def _is_encoder(model_path: Path) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -278,6 +279,20 @@ def extended(config: ArchitectureConfig, kind: type[Settings], **changes: Any) -
     return kind(**{field.name: getattr(config, field.name) for field in fields(config)} | changes)
 
 
+_READ: ContextVar[set[str] | None] = ContextVar("names of settings that are read", default=None)
+
+
+@contextlib.contextmanager
+def recorded_reads() -> Iterator[set[str]]:
+    """Record the names of the settings that are looked for, whether a file has them or not."""
+    names: set[str] = set()
+    token = _READ.set(names)
+    try:
+        yield names
+    finally:
+        _READ.reset(token)
+
+
 class Fields:
     """Reads typed values from a mapping of settings; a wrong or missing one is a ModelLoadError that names it.
 
@@ -291,6 +306,8 @@ class Fields:
         self._prefix = prefix
 
     def raw(self, key: str) -> Any:
+        if (names := _READ.get()) is not None:
+            names.add(key)
         return self.values.get(self._prefix + key)
 
     def has(self, key: str) -> bool:

@@ -74,12 +74,13 @@ HEAD_ROWS = 1024  # of a stored head, compared with the embedding at a time
 
 
 def weights_identity(path: Path) -> str:
-    """Return a digest over the names, sizes, headers and samples of the weight files. Reading all of the weights
-    would take as long as loading them; training changes nearly all of them, so that samples tell two versions apart.
-    Copies of the same files on other machines have the same identity."""
+    """Return a digest over the settings of a folder, and the names, sizes, headers and samples of the weight files.
+    Reading all of the weights would take as long as loading them; training changes nearly all of them, so that
+    samples tell two versions apart. Copies of the same files on other machines have the same identity."""
     files = [*split_parts(path)]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+        settings = path / "config.json"
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES or file == settings)
     digest = hashlib.blake2b(digest_size=16)
     for weights in files:
         size = weights.stat().st_size
@@ -361,7 +362,7 @@ def _num_positions(config: ArchitectureConfig, max_model_len: int | None) -> int
     if max_model_len is not None and max_model_len > config.max_positions:
         raise ConfigError(
             f"max_model_len {max_model_len} is more than the {config.max_positions} positions of the model.",
-            hint="Leave the flag out to use all of them.",
+            hint="Leave the flag out to use all of them. --hf-overrides stretches a model with rope_scaling.",
         )
     num_positions = max_model_len or config.max_positions
     if num_positions * config.head_dim > _LARGEST_ROPE_TABLE:

@@ -76,6 +76,13 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     return config
 
 
+def rope_settings() -> frozenset[str]:
+    """Return the names of the settings of rope that transformers knows."""
+    return frozenset(
+        importlib.import_module("transformers.modeling_rope_utils").RopeParameters.__annotations__
+    )
+
+
 def architecture_config(config: Any, where: str) -> ArchitectureConfig:
     """Describe the model by its settings. A recorded forward pass replaces the counts of layers and heads later."""
     text = config.get_text_config()

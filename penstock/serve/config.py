@@ -33,6 +33,7 @@ from penstock.core.engine_config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    parse_hf_overrides,
     parse_sampling_override,
     parse_speculate,
     read_chat_template,
@@ -281,6 +282,7 @@ def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
     parse_sampling_override(tables["model"].get("override_generation_config", "{}"))
     if (template := tables["model"].get("chat_template")) is not None:
         tables["model"]["chat_template"] = read_chat_template(template)  # engines may run on another machine
+    parse_hf_overrides(tables["model"].get("hf_overrides", "{}"))
     return EngineConfig(
         model=ModelConfig(**tables["model"]),
         cache=CacheConfig(**tables["cache"]),

@@ -53,6 +53,7 @@ _OWN_SETTINGS = frozenset(
         "chat_template",
         "generation_config",
         "override_generation_config",
+        "hf_overrides",
     }
 )
 

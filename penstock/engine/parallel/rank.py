@@ -39,6 +39,7 @@ from penstock.engine.parallel.rendezvous import RemoteTable, StoreAccess, connec
 from penstock.engine.parallel.setup import join
 from penstock.engine.transfer.rank_agents import serve_rank
 from penstock.models.load import weights_identity
+from penstock.models.overrides import overridden
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def _connect(arguments: list[str]) -> tuple[Connection, Rendezvous | None]:
 def _run(begin: Begin, connection: Connection, rendezvous: Rendezvous | None) -> Failed | None:
     """Run the rank until it is told to leave, or cannot continue."""
     try:
-        model_path = Path(begin.model_path)
+        model_path = overridden(Path(begin.model_path), begin.config.model)
         store_access: Path | StoreAccess = Path(begin.store_file)
         if rendezvous is not None:
             store_access = StoreAccess(
