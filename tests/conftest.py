@@ -177,11 +177,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="try ten times as many examples, and compile recorded kernels",
     )
+    parser.addoption(
+        "--write-table", action="store_true", help="write what was found to docs/models.md or docs/clients.md"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("exhaustive"):
         settings.load_profile("exhaustive")
+    if config.getoption("write_table"):
+        from tests.models.family_table import FamilyTable  # imports torch, which most tests do without
+
+        config.pluginmanager.register(FamilyTable())
+
+
+@pytest.fixture
+def shows(record_property: Callable[[str, object], None]) -> Callable[..., None]:
+    """Name a cell of the table of families in docs/models.md that the test fills, and what the cell says then:
+    `shows(family, column, text)`. Without a family: what the cells of a column say that no other test fills."""
+
+    def show(family: str, column: str, text: str = "✓") -> None:
+        record_property("cell", (family, column, text))
+
+    return show
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -22,7 +22,6 @@ LONG_CONTEXT = 131_072
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-clients", action="store_true", help="Run every client, not only the quick ones.")
     parser.addoption("--client-model", help="Serve this model instead of the default one.")
-    parser.addoption("--write-table", action="store_true", help="Write what was found to docs/clients.md.")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

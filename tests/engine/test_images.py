@@ -36,7 +36,7 @@ from penstock.kernels.reference import TorchOps
 from penstock.kvcache.cache import blocks_of_context
 from penstock.models import vision_load
 from penstock.models.config import Fields
-from penstock.models.load import load_vision_part
+from penstock.models.load import load_vision_part, open_checkpoint
 from penstock.models.vision import Pixels
 from penstock.models.vision_load import text_fields
 from tests.engine.tiny import run, teach_short_answers, tokens
@@ -126,7 +126,8 @@ def smallest(tmp_path_factory: pytest.TempPathFactory) -> TinyVision:
     return make_vision("idefics3", tmp_path_factory.mktemp("vision") / "smallest")
 
 
-def test_answers_are_those_of_transformers(case: Case) -> None:
+def test_answers_are_those_of_transformers(case: Case, shows: Callable[..., None]) -> None:
+    shows(open_checkpoint(case.model.folder).architecture.name, "images")
     for number, (prompt, answer) in enumerate(zip(case.prompts, case.answers, strict=True)):
         events = run(case.engine, [request(f"alone-{number}", prompt)])
         assert tokens(events[f"alone-{number}"]) == answer

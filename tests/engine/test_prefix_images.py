@@ -4,6 +4,7 @@ cannot be equal is refused."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -16,6 +17,7 @@ from penstock.engine.build import Engine
 from penstock.gateway.models.served_model import PreparedPrompt, ServedModel
 from penstock.gateway.prompts import ChatMessage, ChatPrompt
 from penstock.kvcache.cache import blocks_of_context
+from penstock.models.load import open_checkpoint
 from tests.engine.test_images import NUM_TOKENS, PICTURES, chat, request, vision_engine
 from tests.engine.tiny import run, tokens
 from tests.models.tiny_vision import TinyVision
@@ -59,7 +61,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(model, engine, served, prompts, answers)
 
 
-def test_answers_are_those_of_transformers(case: Case) -> None:
+def test_answers_are_those_of_transformers(case: Case, shows: Callable[..., None]) -> None:
+    shows(open_checkpoint(case.model.folder).architecture.name, "images")
     for number, (prompt, answer) in enumerate(zip(case.prompts, case.answers, strict=True)):
         name = f"alone-{number}"
         assert tokens(run(case.engine, [request(name, prompt)])[name]) == answer

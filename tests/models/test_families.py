@@ -7,6 +7,8 @@ pass of transformers checks a whole answer."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,14 @@ from penstock.models.quantization.folder import require_writable
 from penstock.models.rope import pair_order
 from tests.engine.tiny import request, run, teach_short_answers, tokens
 from tests.models.adapters import EVERYTHING, write_adapter
-from tests.models.checkpoints import Reference
+from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
+from tests.models.family_table import Shows
 from tests.models.gguf_files import ARCHITECTURES, write_model
 from tests.models.paged import PagedRunner
 from tests.models.ranks import run_ranks
 from tests.models.test_lora import lora_model
+from tests.models.test_published import RENAMED
 from tests.models.tiny_families import PROMPTS, TINY, Tiny, answers, family_engine, save_tiny
 
 # The cache of `small` is too small for two answers that long. With states, answers must be longer for that.
@@ -43,16 +47,37 @@ UNREAD = ("falcon-alibi", "falcon_h1-norm", "granite-attention", "dots1-windows"
 QUANTIZED_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "granitemoehybrid")
 
 
-@pytest.fixture(scope="module", params=TINY)
+# Families without a tiny model in the list, which have tests of their own. They run here for the table in the docs.
+OTHERS: dict[str, Callable[[Path], Reference]] = {
+    "gemma3": partial(save_tiny, "gemma3", tiny=Tiny("gemma3_text", {"query_pre_attn_scalar": 16})),
+    "qwen2": partial(make_reference, "qwen2"),
+    "qwen3": partial(make_reference, "qwen3"),
+    **RENAMED,
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "family" in metafunc.fixturenames:
+        others = OTHERS if metafunc.config.getoption("write_table") else ()
+        metafunc.parametrize("family", [*TINY, *others], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tiny(request.param, folder) if request.param in TINY else OTHERS[request.param](folder)
+
+
+def family_name(reference: Reference) -> str:
+    return open_checkpoint(reference.folder).architecture.name
 
 
 def is_mixture(reference: Reference) -> bool:
     return any(".experts." in name for name in reference.model.state_dict())
 
 
-def test_the_same_tokens_however_they_are_computed(family: Reference) -> None:
+def test_the_same_tokens_however_they_are_computed(family: Reference, shows: Shows) -> None:
+    shows(family_name(family), "folder")
     engine = family_engine(family.folder, 64)
     cache = engine.loop.scheduler.cache
     length, num_spare = (LENGTH, 1) if cache.states is None else (LENGTH_WITH_STATES, 2)
@@ -73,13 +98,15 @@ def test_the_same_tokens_however_they_are_computed(family: Reference) -> None:
         assert small.loop.stats().num_preemptions > 0, "the cache was meant to be too small"
 
 
-def test_two_ranks_give_what_one_gives(family: Reference) -> None:
+def test_two_ranks_give_what_one_gives(family: Reference, shows: Shows) -> None:
+    shows(family_name(family), "TP")
     ops = TorchOps()
     made = run_ranks(family.folder, ops, 2, lambda runner: runner.prompt_logits(PROMPTS[0], 17))
     torch.testing.assert_close(made, family.logits(PROMPTS[0]), **TOLERANCE)
 
 
-def test_rounded_weights_stay_close(family: Reference) -> None:
+def test_rounded_weights_stay_close(family: Reference, shows: Shows) -> None:
+    shows(family_name(family), "int8")
     ops = select_ops("cpu", torch.float32)
     runner = PagedRunner(load_model(family.folder, ops, quantization="int8"), ops)
     similarity = torch.nn.functional.cosine_similarity(
@@ -90,13 +117,17 @@ def test_rounded_weights_stay_close(family: Reference) -> None:
     assert is_mixture(family) or similarity.min() > 0.9
 
 
-def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_path: Path) -> None:
+def test_an_adapter_gives_the_logits_of_the_merged_model(
+    family: Reference, tmp_path: Path, shows: Shows, request: pytest.FixtureRequest
+) -> None:
     checkpoint = open_checkpoint(family.folder)
-    if checkpoint.architecture.layout(checkpoint.config).is_usual and family.name not in (
-        "gemma3n",
-        "gemma4",
-    ):
+    shows(checkpoint.architecture.name, "LoRA")
+    is_usual = checkpoint.architecture.layout(checkpoint.config).is_usual
+    writes_table = request.config.getoption("write_table")
+    if is_usual and family.name not in ("gemma3n", "gemma4") and not writes_table:
         pytest.skip("adapters of families with Llama's matrices have a test of their own")
+    if family.name in ("internlm2", "exaone", "deepseek"):
+        pytest.skip("PEFT would need the makers' code")
     # Experts have no adapters, and neither have matrices that are absorbed into queries and values.
     is_limited = is_mixture(family) or any("kv_b_proj" in name for name in family.model.state_dict())
     targets: Any = r".*\.(q|k|v|o|q_a|q_b)_proj|.*kv_a_proj_with_mqa" if is_limited else "all-linear"
@@ -115,7 +146,12 @@ def test_an_adapter_gives_the_logits_of_the_merged_model(family: Reference, tmp_
 
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
-def test_a_gguf_file_gives_the_logits_of_the_folder(family: Reference, kind: str, tmp_path: Path) -> None:
+def test_a_gguf_file_gives_the_logits_of_the_folder(
+    family: Reference, kind: str, tmp_path: Path, shows: Shows
+) -> None:
+    if family.name in RENAMED:
+        pytest.skip("test_gguf_weights.py has them")
+    shows(family_name(family), "GGUF")
     if family.model.config.model_type not in ARCHITECTURES or family.name in UNREAD:
         pytest.skip("llama.cpp does not know this family, or stores it in a form that is not read")
     if kind != "F32" and family.model.config.model_type not in QUANTIZED_MIXTURES:

@@ -4,42 +4,66 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
-from gguf import MODEL_ARCH_NAMES
+import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from penstock.models.decoder import Decoder
 from penstock.models.families import FAMILIES
 from penstock.models.mmproj import PROJECTORS
 from penstock.models.vision_load import FAMILIES as VISION_FAMILIES
 from tests.models.checkpoints import MODELS
-from tests.models.gguf_files import ARCHITECTURES, NEWER_NAMES, SAME_LAYERS, TEXT_PARTS
+from tests.models.family_table import (
+    FAILED,
+    NONE,
+    PAGE,
+    FamilyTable,
+    classes,
+    gguf,
+    gguf_names_in_tests,
+    rows,
+)
+from tests.models.gguf_files import SAME_LAYERS, TEXT_PARTS
+from tests.models.test_published import RENAMED
 from tests.models.tiny_families import TINY
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = DOCS / "models.md"
-
-
-def gguf_names_in_tests() -> dict[str, str]:
-    """Return the architecture in the GGUF files that tests write of each family."""
-    return {
-        model_type.removesuffix("_text"): NEWER_NAMES.get(model_type, MODEL_ARCH_NAMES[architecture])
-        for model_type, architecture in ARCHITECTURES.items()
-    }
-
-
-def row(family: type[Decoder]) -> str:
-    """Return the row of a family. Files of some families name another one, which reads them."""
-    classes = [name for name in family.huggingface_names if not name.islower()]
-    names = family.gguf_names or [*filter(None, [gguf_names_in_tests().get(family.name)])]
-    gguf = ", ".join(f"`{name}`" for name in names)
-    return f"| {', '.join(f'`{name}`' for name in classes)} | {gguf or '–'} |"
+DOCS = PAGE.parent
 
 
 def test_the_page_lists_every_family() -> None:
-    """A missing row is printed as it should stand in the page."""
-    page = PAGE.read_text()
-    assert not [row(family) for family in FAMILIES if row(family) not in page]
+    """`python -m pytest --write-table` with the tests that docs/models.md names adds what is missing."""
+    table = rows()
+    assert not [classes(family) for family in FAMILIES if classes(family) not in table]
+    assert len(table) == len(FAMILIES)
+    assert not [family.name for family in FAMILIES if table[classes(family)]["GGUF"] != gguf(family)]
+    assert not [name for name, cells in table.items() for text in cells.values() if text in ("", FAILED)]
+
+
+def report(outcome: Any, *cells: tuple[str, str, str], when: Any = "call") -> pytest.TestReport:
+    properties = [("cell", cell) for cell in cells]
+    return pytest.TestReport("t", ("t.py", 1, "t"), {}, outcome, None, when, user_properties=properties)
+
+
+def test_tests_fill_the_table(tmp_path: Path) -> None:
+    page = tmp_path / "models.md"
+    page.write_text(PAGE.read_text())
+    llama, gpt2 = "`LlamaForCausalLM`", "`GPT2LMHeadModel`"
+    table = FamilyTable(page)
+    table.pytest_runtest_logreport(report("passed", ("llama", "images", "✓"), ("*", "tools", "in words")))
+    table.pytest_runtest_logreport(report("failed", ("gpt2", "TP", "✓")))
+    table.pytest_runtest_logreport(report("passed", ("gpt2", "TP", "✓")))
+    table.pytest_runtest_logreport(report("skipped", ("gpt2", "GGUF", "✓"), ("llama", "images", "✓")))
+    for name in ("hermes", "llama3_json"):
+        table.pytest_runtest_logreport(report("passed", ("llama", "tools", name)))
+    before = rows(page)
+    table.pytest_sessionfinish()
+    after = rows(page)
+    assert list(after) == list(before)
+    assert after[llama] == before[llama] | {"images": "✓", "tools": "hermes, llama3_json"}
+    assert after[gpt2] == before[gpt2] | {"TP": FAILED, "GGUF": NONE, "tools": "in words"}
+    written = page.read_text()
+    FamilyTable(page).pytest_sessionfinish()
+    assert page.read_text() == written
 
 
 def test_the_page_of_images_lists_every_other_class() -> None:
@@ -67,10 +91,7 @@ def test_every_family_is_compared_with_transformers() -> None:
     compared = {tiny.model_type.removesuffix("_text") for tiny in TINY.values()} | {
         name.replace("-", "_") for name in MODELS
     }
-    # Transformers has no MiMo, which is Qwen 2 with one more layer: tests/engine/test_mtp_drafts.py compares that.
-    # Nor has it those that test_published.py compares with Llama, Granite and the text model of DeepSeek-OCR 2.
-    elsewhere = {"mimo", "internlm2", "internlm3", "exaone", "minicpm", "deepseek"}
-    assert {family.name for family in FAMILIES} - elsewhere <= compared
+    assert {family.name for family in FAMILIES} - {*RENAMED} <= compared
 
 
 def test_every_architecture_in_gguf_is_compared_with_transformers() -> None:

@@ -27,6 +27,7 @@ from penstock.models.load import (
 from penstock.models.weight_parts import Part, pick_columns
 from tests.models.checkpoints import Reference, make_reference
 from tests.models.conftest import random_prompt
+from tests.models.family_table import Shows
 from tests.models.gguf_files import SAME_LAYERS, TEXT_PARTS, write_model
 from tests.models.gguf_states import CONVERSIONS, glm4_of_images, older_qwen3_next
 from tests.models.paged import PagedRunner
@@ -127,7 +128,10 @@ def test_experts_that_are_stored_one_by_one(tmp_path: Path, ops: Ops) -> None:
 
 
 @pytest.mark.parametrize(("name", "model_type"), {**TEXT_PARTS, **SAME_LAYERS}.items())
-def test_other_names_for_the_same_layers(name: str, model_type: str, tmp_path: Path, ops: Ops) -> None:
+def test_other_names_for_the_same_layers(
+    name: str, model_type: str, tmp_path: Path, ops: Ops, shows: Shows
+) -> None:
+    shows(name if name in SAME_LAYERS else model_type, "GGUF")
     folder, prompt = tmp_path / "folder", random_prompt(20, seed=7)
     reference = save_tiny(model_type, folder) if model_type in TINY else make_reference(model_type, folder)
     write_model(tmp_path / "model.gguf", reference, GGMLQuantizationType.F32, name=name)

@@ -63,27 +63,37 @@ CALLS = ChatMessage("assistant", "", tool_calls=(ToolCall("call_1", "weather", '
 RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
 
 
+# Parts of the makers' templates, and the families that have them.
 @pytest.mark.parametrize(
-    ("template", "architecture", "expected"),
+    ("template", "families", "expected"),
     [
-        ("… <tool_call>\n{…} …", "qwen2", HERMES),
-        ("… [TOOL_CALLS] …", "llama", MISTRAL),
-        ("… [TOOL_CALLS]…[ARGS] …", "llama", MISTRAL_ARGS),
+        (
+            "… <tool_call>\n{…} …",
+            "llama qwen2 qwen3 qwen3_moe qwen3_next mimo smollm3 exaone4 exaone_moe afmoe ernie4_5_moe "
+            "granitemoehybrid",
+            HERMES,
+        ),
+        ("… [TOOL_CALLS] …", "mistral mixtral", MISTRAL),
+        ("… [TOOL_CALLS]…[ARGS] …", "mistral ministral3 mistral4", MISTRAL_ARGS),
         ("… <|python_tag|> …", "llama", LLAMA3_JSON),
-        ("… <tool_call>{name}\n<arg_key> …", "glm4_moe", FORMATS["glm45"]),
-        ("… <tool_call>\n<function= … <parameter= …", "qwen3", FORMATS["qwen3_coder"]),
-        ("… <minimax:tool_call> …", "minimax", FORMATS["minimax_m2"]),
-        ("… <|tool_calls_section_begin|> …", "deepseek", FORMATS["kimi_k2"]),
-        ("… <｜tool▁calls▁begin｜> … ```json …", "deepseek", FORMATS["deepseek_v3"]),
-        ("… <｜tool▁calls▁begin｜> …", "deepseek", FORMATS["deepseek_v31"]),
+        ("… <tool_call>{name}\n<arg_key> …", "glm4_moe glm4_moe_lite glm_moe_dsa", FORMATS["glm45"]),
+        (
+            "… <tool_call>\n<function= … <parameter= …",
+            "qwen3_moe qwen3_next qwen3_5 qwen3_5_moe mimo_v2_flash nemotron_h",
+            FORMATS["qwen3_coder"],
+        ),
+        ("… <minimax:tool_call> …", "minimax_m2", FORMATS["minimax_m2"]),
+        ("… <|tool_calls_section_begin|> …", "deepseek_v3 kimi_linear", FORMATS["kimi_k2"]),
+        ("… <｜tool▁calls▁begin｜> … ```json …", "deepseek_v3", FORMATS["deepseek_v3"]),
+        ("… <｜tool▁calls▁begin｜> …", "deepseek_v3", FORMATS["deepseek_v31"]),
         ("… <|channel|>commentary …", "gpt_oss", FORMATS["harmony"]),
-        ("… <|tool_call|> …", "granite", FORMATS["granite"]),
+        ("… <|tool_call|> …", "granite granitemoe", FORMATS["granite"]),
         ("… <seed:tool_call>\n<function=name> … <parameter= …", "seed_oss", FORMATS["seed_oss"]),
-        ("List of tools: <|tool_list_start|>[ …", "lfm2", FORMATS["lfm2"]),
-        ("… <TOOLCALL>[{…}]</TOOLCALL> …", "nemotron_h", FORMATS["nemotron"]),
+        ("List of tools: <|tool_list_start|>[ …", "lfm2 lfm2_moe", FORMATS["lfm2"]),
+        ("… <TOOLCALL>[{…}]</TOOLCALL> …", "llama nemotron_h", FORMATS["nemotron"]),
         ("… <|tool_call>call: … <tool_call|> …", "gemma4", FORMATS["gemma4"]),
         ("… <|START_ACTION|>[ … <|START_RESPONSE|> …", "cohere2", FORMATS["command"]),
-        ("… <tool_calls>[ …", "jamba", FORMATS["jamba"]),
+        ("… <tool_calls>[ …", "jamba hunyuan_v1_dense hunyuan_v1_moe minimax", FORMATS["jamba"]),
         ("… <function_calls> …", "olmo3", FORMATS["olmo3"]),
         ("… <|tools_prefix|> …", "apertus", FORMATS["apertus"]),
         ("… <｜DSML｜function_calls> … <｜tool▁calls▁begin｜> …", "deepseek_v32", FORMATS["deepseek_v32"]),
@@ -94,7 +104,7 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… set end = ':opensource' … '<tool_calls{}>'.format(end) …", "hy_v3", FORMATS["hy_v3"]),
         ("… <|tool_calls|><|tool_call:begin|> …", "solar_open", FORMATS["solar_open"]),
         ("… ]<]minimax[>[ … <tool_call> …", "minimax_m3", FORMATS["minimax_m3"]),
-        ("… <|action_start|><|plugin|> …", "internlm2", FORMATS["internlm"]),
+        ("… <|action_start|><|plugin|> …", "internlm2 internlm3", FORMATS["internlm"]),
         ("… <|tool|>…<|/tool|> …", "phi3", FORMATS["phi4_mini"]),
         ("… functools[{…}] …", "phi3", FORMATS["phi4_mini"]),
         ("… function call<|role_sep|> …", "deepseek_v3", FORMATS["gigachat3"]),
@@ -107,16 +117,20 @@ RESULT = ChatMessage("tool", "sunny", tool_call_id="call_1")
         ("… {{ '<' + '｜DSML｜' + 'tool_calls>' }} …", "deepseek_v4", FORMATS["deepseek_v4"]),
         (None, "deepseek_v4", FORMATS["deepseek_v4"]),
         ("… <|python_start|> …", "llama4", FORMATS["pythonic"]),
-        (CHAT_TEMPLATE, "gemma3", GEMMA),
+        (CHAT_TEMPLATE, "gemma gemma2 gemma3", GEMMA),
         (CHAT_TEMPLATE, "llama", HERMES),
         (None, "qwen3", HERMES),
     ],
 )
-def test_the_template_tells_the_format(template: str | None, architecture: str, expected: ToolFormat) -> None:
-    card = model_card(chat_template=template, architecture=architecture)
-    assert tool_format_of(card) is expected
-    assert tool_format_of(card, "mistral") is MISTRAL
-    assert tool_format_of(card, "none") is None
+def test_the_template_tells_the_format(
+    template: str | None, families: str, expected: ToolFormat, shows: Callable[..., None]
+) -> None:
+    for family in families.split():
+        shows(family, "tools", f"`{expected.name}`")
+        card = model_card(chat_template=template, architecture=family)
+        assert tool_format_of(card) is expected
+        assert tool_format_of(card, "mistral") is MISTRAL
+        assert tool_format_of(card, "none") is None
 
 
 def test_a_template_for_tools_tells_the_format() -> None:
@@ -124,29 +138,46 @@ def test_a_template_for_tools_tells_the_format() -> None:
     assert tool_format_of(card) is FORMATS["command_r"]
 
 
-def test_the_template_tells_whether_a_model_thinks() -> None:
-    assert reasoning_of(model_card(chat_template="…<think>…")) is THINK
-    assert reasoning_of(model_card()) is None
-    assert reasoning_of(model_card(), "qwen3") is THINK
-    assert reasoning_of(model_card(chat_template="…<think>…"), "none") is None
-    assert reasoning_of(model_card(chat_template="… content.split('</think>')[-1] …")) is THINK
-    assert reasoning_of(model_card(chat_template="…<|channel>thought…<channel|>…")) == REASONING["gemma4"]
-    assert reasoning_of(model_card(chat_template="…[THINK]…")) == REASONING["mistral"]
-    command = "…<|START_THINKING|>…<|START_RESPONSE|>…"
-    assert reasoning_of(model_card(chat_template=command)) == REASONING["command"]
-    assert reasoning_of(model_card(chat_template="…<think>…<answer>…")) == REASONING["hunyuan"]
-    assert reasoning_of(model_card(chat_template="…<think>…<response>…")) == REASONING["responses"]
-    assert reasoning_of(model_card(chat_template="…<mm:think>…")) == REASONING["minimax_m3"]
-    assert reasoning_of(model_card(chat_template="…':opensource'…<think{}>…")) == REASONING["hy_v3"]
-    assert reasoning_of(model_card(chat_template="…<|think|>…<|content|>…")) == REASONING["solar_open"]
-    reasons = "…'Here are my reasoning steps:\\n'…[BEGIN FINAL RESPONSE]…"
-    assert reasoning_of(model_card(chat_template=reasons)) == REASONING["apriel"]
-    assert reasoning_of(model_card(chat_template="…<|inner_prefix|>…")) == REASONING["apertus"]
-    assert reasoning_of(model_card(chat_template="…<|channel|>…")) is REASONING["harmony"]
-    assert {reasoning_of(model_card(), name) for name in get_args(ReasoningParser)} == {
-        None,
-        *REASONING.values(),
-    }
+@pytest.mark.parametrize(
+    ("template", "families", "marks"),
+    [
+        (
+            "…<think>…",
+            "llama qwen2 qwen3 qwen3_moe qwen3_next qwen3_5 qwen3_5_moe mimo mimo_v2_flash deepseek_v3 deepseek_v32 "
+            "deepseek_v4 glm4_moe glm4_moe_lite glm_moe_dsa smollm3 exaone4 exaone_moe minimax minimax_m2 nemotron_h "
+            "olmo3 phi3 afmoe ernie4_5_moe",
+            "think",
+        ),
+        ("… content.split('</think>')[-1] …", "qwen3", "think"),
+        ("…<seed:think>…", "seed_oss", "seed_oss"),
+        ("…<|channel>thought…<channel|>…", "gemma4", "gemma4"),
+        ("…[THINK]…", "mistral ministral3 mistral4", "mistral"),
+        ("…<|START_THINKING|>…<|START_RESPONSE|>…", "cohere2", "command"),
+        ("…<think>…<answer>…", "hunyuan_v1_dense hunyuan_v1_moe", "hunyuan"),
+        ("…<think>…<response>…", "granite granitemoe ernie4_5_moe", "responses"),
+        ("…<mm:think>…", "minimax_m3", "minimax_m3"),
+        ("…':opensource'…<think{}>…", "hy_v3", "hy_v3"),
+        ("…<|think|>…<|content|>…", "solar_open", "solar_open"),
+        ("…'Here are my reasoning steps:\\n'…[BEGIN FINAL RESPONSE]…", "mistral", "apriel"),
+        ("…<|inner_prefix|>…", "apertus", "apertus"),
+        ("…<|channel|>…", "gpt_oss", "harmony"),
+        ("…", "*", None),
+    ],
+)
+def test_the_template_tells_whether_a_model_thinks(
+    template: str, families: str, marks: str | None, shows: Callable[..., None]
+) -> None:
+    for family in families.split():
+        shows(family, "reasoning", f"`{marks}`" if marks else "–")
+        card = model_card(chat_template=template, architecture=family)
+        assert reasoning_of(card) is (REASONING[marks] if marks else None)
+        assert reasoning_of(card, "qwen3") is THINK
+        assert reasoning_of(card, "none") is None
+
+
+def test_every_parser_has_a_name() -> None:
+    thoughts = {reasoning_of(model_card(), name) for name in get_args(ReasoningParser)}
+    assert thoughts == {None, *REASONING.values()}
     named = [tool_format_of(model_card(), name) for name in get_args(ToolCallParser)]
     assert [each for each in FORMATS.values() if each not in named] == []
 
@@ -271,7 +302,10 @@ def test_mistral_gets_ids_of_nine_characters() -> None:
 
 
 @pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
-def test_without_a_template_for_it_everything_is_said_in_words(tool_format: ToolFormat) -> None:
+def test_without_a_template_for_it_everything_is_said_in_words(
+    tool_format: ToolFormat, shows: Callable[..., None]
+) -> None:
+    shows("*", "tools", "in words")
     messages = (ChatMessage("system", (TextPart("Be brief."),)), USER, CALLS, RESULT)
     system, user, called, result = described_in_words(messages, (WEATHER, TIME), tool_format)
     text = "\n".join(part.text for part in system.content if isinstance(part, TextPart))
