@@ -84,6 +84,7 @@ KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "
 FLAGS = {"is_decoder": True, "tie_word_embeddings": False}
 # What the rules above do not find.
 _LATENTS = {"head_dim": LEFT_OUT, "num_key_value_heads": 4}
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
 SPECIAL: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "n_shared_experts": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": LEFT_OUT},
@@ -99,7 +100,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4},
     "axk1": _LATENTS, "axk2": _LATENTS, "bailing_hybrid": _LATENTS, "deepseek_v32": _LATENTS, "glm_moe_dsa": _LATENTS,
     "kimi_linear": _LATENTS, "minicpm3": _LATENTS, "youtu": _LATENTS, "dots3_note": _LATENTS,
-    "dots3_note_text": _LATENTS, "hy_v4": _LATENTS,
+    "dots3_note_text": _LATENTS, "hy_v4": _LATENTS, "mistral_large4_text": _LATENTS,
+    "glm5_next_text": {**_LATENTS, "qk_rope_head_dim": 0, "qk_head_dim": LEFT_OUT},
+    # Models that see images, and that get texts alone.
+    "glm5_next_vision": {"out_hidden_size": 64}, "granite_docling_vision": {"out_hidden_size": 64},
+    "molmo2_adapter": {"vision_feature_layer": [3, 2]},
+    "chameleon": {"vocabulary_map": {"<image>": 5}}, "unlimited_ocr_text": {"num_key_value_heads": 4},
+    "step3p5": {"share_expert_dim": 32, "num_sliding_attention_heads": 4, "sliding_window": 8},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16], "rope_parameters": _AXES},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _AXES},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")}},
 }  # fmt: skip
 
 

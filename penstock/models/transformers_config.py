@@ -14,7 +14,6 @@ from penstock.models.transformers_model import (
     attend,
 )
 from penstock.models.transformers_probe import RECORDING, recorded_mask
-from penstock.models.vision_load import FAMILIES as VISION_FAMILIES
 
 _OLDEST = 5  # the first major version that names its conversions of checkpoints
 
@@ -65,13 +64,9 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         raise ModelLoadError(
             f"Transformers cannot read {folder / 'config.json'}: {first_line(error)}."
         ) from error
-    is_decoder = type(config) in transformers.AutoModelForCausalLM._model_mapping or bool(own_code)
-    if not is_decoder and type(config) in transformers.AutoModelForImageTextToText._model_mapping:
-        raise ModelLoadError(
-            f"{classes[0] if classes else model_type} is a vision-language model that is not supported; supported "
-            f"are {', '.join(name.partition('For')[0] for name in VISION_FAMILIES)}."
-        )
-    if not is_decoder or getattr(config, "is_encoder_decoder", False):
+    is_decoder = auto_class(config) is not None or bool(own_code)
+    settings = (config, config.get_text_config())
+    if not is_decoder or any(getattr(each, "is_encoder_decoder", False) for each in settings):
         raise ModelLoadError(f"Transformers has no decoder for the model type {model_type!r}.")
     return config
 
@@ -83,13 +78,21 @@ def rope_settings() -> frozenset[str]:
     )
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that makes a decoder of the settings: one of texts, else one of texts and
+    images, which gets texts alone; None where there is neither."""
+    transformers = library()
+    kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), None)
+
+
 def architecture_config(config: Any, where: str) -> ArchitectureConfig:
     """Describe the model by its settings. A recorded forward pass replaces the counts of layers and heads later."""
     text = config.get_text_config()
     fields = Fields({**text.to_dict(), **_mapped(text)}, where)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads", 1)
     num_layers = fields.integer("num_hidden_layers")
-    head_dim = fields.integer("head_dim", max(2, hidden_size // num_heads // 2 * 2))
+    head_dim = fields.raw("head_dim") or max(2, hidden_size // num_heads // 2 * 2)
     bos_token_ids = fields.token_ids("bos_token_id")
     return ArchitectureConfig(
         architecture=fields.text("model_type"),

@@ -3,6 +3,9 @@ from the checkpoint."""
 
 from __future__ import annotations
 
+import importlib
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,11 +22,19 @@ from penstock.models.config import ArchitectureConfig, Fields, MissingFeature, U
 from penstock.models.quantized_floats import open_folder
 from penstock.models.sharding import WHOLE, Shard
 from penstock.models.stored_quantization import StoredQuantization, folder_quantization
-from penstock.models.transformers_config import architecture_config, first_line, library, read_config
+from penstock.models.transformers_config import (
+    architecture_config,
+    auto_class,
+    first_line,
+    library,
+    read_config,
+)
 from penstock.models.transformers_model import NeedsWeight, TransformersModel, decoder_name, pack_norms
 from penstock.models.transformers_probe import check_rope, probe
 from penstock.models.transformers_weights import ModuleFiller, stored_names
 from penstock.models.weights import OnProgress, WeightLoader, WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +97,9 @@ class TransformersCheckpoint:
         check_rope(self.settings, max_model_len)
         network = _skeleton(self.settings, ops.dtype, self.trust_remote_code)
         loader = WeightLoader(source, ops, quantization=quantization, on_progress=on_progress)
-        filler = ModuleFiller(network, source, loader, stored_names(network, source))
-        num_parameters = sum(parameter.numel() for parameter in network.parameters())
+        names = stored_names(network, source)
+        filler = ModuleFiller(network, source, loader, names, used=_text_parts(network))
+        num_parameters = filler.num_parameters
         filler.fill()
         pack_norms(network, ops)
         model = TransformersModel(
@@ -143,13 +155,25 @@ def _without_memory() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def _text_parts(network: Any) -> tuple[str, ...]:
+    """Return what the names of the parts that texts go through begin with. A model of texts and images gets texts
+    alone, so its towers have no weights."""
+    if auto_class(network.config) is not library().AutoModelForImageTextToText:
+        return ("",)
+    logger.warning("%s takes text only: its images are not supported", type(network).__name__)
+    parts = network.get_decoder(), network.get_input_embeddings(), network.get_output_embeddings()
+    return tuple(
+        f"{name}." for name, module in network.named_modules() if any(module is part for part in parts)
+    )
+
+
 def _skeleton(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """Build the model with parameters that have a shape and no memory."""
     transformers = library()
     config.use_cache = False
     try:
         with _without_memory():
-            network = transformers.AutoModelForCausalLM.from_config(
+            network = (auto_class(config) or transformers.AutoModelForCausalLM).from_config(
                 config, attn_implementation="eager", dtype=dtype, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # transformers' code may raise any error for odd settings
@@ -159,5 +183,21 @@ def _skeleton(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
             f"Transformers runs {type(network).__name__} with attention of its own, which cannot be replaced "
             "by paged attention."
         )
+    if _has_own_cache(network):
+        raise ModelLoadError(
+            f"Transformers runs {type(network).__name__} with a cache of its own kind, so what a token sees may "
+            "depend on more than its position."
+        )
     network.eval().requires_grad_(False)
     return network
+
+
+def _has_own_cache(network: Any) -> bool:
+    """Return whether the file with the model's class has a class of caches, too."""
+    caches, here = importlib.import_module("transformers.cache_utils"), type(network).__module__
+    return any(
+        isinstance(each, type)
+        and issubclass(each, caches.Cache | caches.CacheLayerMixin)
+        and each.__module__ == here
+        for each in vars(sys.modules[here]).values()
+    )

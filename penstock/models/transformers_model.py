@@ -166,11 +166,16 @@ class DecoderOutput:
 
 
 class GivenStates(nn.Module):
-    """Stands in for the decoder below the head, and returns hidden states that are already computed."""
+    """Stands in for the decoder below the head, and returns hidden states that are already computed. Whatever else
+    a head asks for is the decoder's."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
         self.states = torch.empty(0)
+        self.__dict__["_given_for"] = decoder  # not a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._given_for, name)
 
     def forward(self, *_: Any, **__: Any) -> DecoderOutput:
         return DecoderOutput(self.states)
@@ -325,7 +330,7 @@ class TransformersModel:
             head_dim=self.head_dim,
             windows=tuple(call.window for call in calls),
         )
-        self._given = GivenStates()
+        self._given = GivenStates(self.decoder)
         setattr(self.network, self._decoder_name, self._given)
 
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -54,13 +55,18 @@ def stored_names(network: Any, source: WeightSource) -> StoredNames:
     converted: dict[str, Any] = {}
     for stored in sorted(source.names(), key=loading.dot_natural_key):
         name = _STANDS_FOR_WEIGHT.sub(".weight", stored)
-        target, pattern = loading.rename_source_key(name, renamings, converters, prefix, wanted)
-        found = _wanted_name(target, wanted)
-        if found is None:
-            found, pattern = _wanted_name(name, wanted), None
-        if found is None:
+        renamed = (
+            (each, pattern)
+            for within in _names_within(name)
+            for target, pattern in (loading.rename_source_key(within, renamings, converters, prefix, wanted),)
+            for each in _names_within(target)
+        )
+        unchanged = ((each, None) for each in _names_within(name))
+        target, pattern = next(
+            (each for each in chain(renamed, unchanged) if each[0] in wanted), (None, None)
+        )
+        if target is None:
             continue
-        target = found
         if pattern is None:
             direct[target] = name
         else:
@@ -73,10 +79,11 @@ def stored_names(network: Any, source: WeightSource) -> StoredNames:
 _PREFIXES = ("model.language_model.", "model.text_model.")
 
 
-def _wanted_name(name: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the parameter that has this name, or has it within a larger model."""
-    names = (name, *(name.replace("model.", prefix, 1) for prefix in _PREFIXES if name.startswith("model.")))
-    return next((each for each in names if each in wanted), None)
+def _names_within(name: str) -> Iterator[str]:
+    """Yield the name of a parameter, and its names within larger models."""
+    yield name
+    if name.startswith("model."):
+        yield from (name.replace("model.", prefix, 1) for prefix in _PREFIXES)
 
 
 def _reader(source: WeightSource, name: str) -> Callable[[], Tensor]:
@@ -114,9 +121,15 @@ class ModuleFiller:
     packed: dict[str, NamedProduct] = field(default_factory=dict)  # by module
     originals: dict[str, nn.Module] = field(default_factory=dict)  # of packed modules, without memory
     tied: dict[str, str] = field(default_factory=dict)  # parameter -> the parameter that it is
+    used: tuple[str, ...] = ("",)  # what the names of modules and parameters begin with that are filled
 
     def __post_init__(self) -> None:
         self.tied = self._tied()
+
+    @property
+    def num_parameters(self) -> int:
+        named = self.network.named_parameters()
+        return sum(parameter.numel() for name, parameter in named if name.startswith(self.used))
 
     def fill(self) -> None:
         tied = self.tied
@@ -125,6 +138,7 @@ class ModuleFiller:
         for name, module in list(self.network.named_modules()):
             is_packable = (
                 type(module) is nn.Linear
+                and name.startswith(self.used)
                 and module.weight.numel() > 0  # of shared experts, of which there may be none
                 and f"{name}.weight" in self.names.direct
                 and f"{name}.weight" not in tied
@@ -133,10 +147,17 @@ class ModuleFiller:
             if is_packable:
                 self._pack(name, module)
         for target, converter in self.names.converted.items():
-            self._convert(target, converter)
+            if target.startswith(self.used):
+                self._convert(target, converter)
         for name, parameter in list(self.network.named_parameters(remove_duplicate=False)):
-            if parameter.is_meta and name not in tied:
+            if not parameter.is_meta or name in tied:
+                continue
+            if name.startswith(self.used):
                 self._put(name, self._read(name, tuple(parameter.shape)))
+            else:  # some models ask a tower where it is
+                owner, _, leaf = name.rpartition(".")
+                empty = torch.empty(0, device=self.loader.ops.device, dtype=self.loader.ops.dtype)
+                setattr(self.network.get_submodule(owner), leaf, nn.Parameter(empty, requires_grad=False))
         for name, first in tied.items():
             module, _, leaf = name.rpartition(".")
             owner = self.network.get_submodule(module)

@@ -102,6 +102,7 @@ FAMILIES: dict[str, type[TransformersVision]] = {
 _TEXT_ALONE = frozenset(
     {
         "Gemma3nForConditionalGeneration",
+        "MiniCPMOcrForConditionalGeneration",
         "MiniCPMV4_7ForConditionalGeneration",
         "Ovis2ForConditionalGeneration",
         "Idefics2ForConditionalGeneration",
