@@ -16,6 +16,16 @@ test("blocks", () => {
   assert.deepEqual(kinds(text), ["heading", "paragraph", "list", "list", "quote", "rule", "code", "table"]);
 });
 
+test("headings, spans of code and fences at their edges", () => {
+  const headings = ["# a # b ##  ", "## C#", "### #", "#", "# "].map((line) => parse(line)[0].inline);
+  assert.deepEqual(headings, [["a # b"], ["C#"], [], [], []]);
+  assert.deepEqual(kinds("#a"), ["paragraph"]);
+  assert.deepEqual(parseInline("`` a`b `` ` ``x`"), [{ kind: "code", text: "a`b" }, " ", { kind: "code", text: " ``x" }]);
+  assert.deepEqual(parseInline("``a` b"), ["``a` b"]);
+  assert.deepEqual(["```  Go x=1", "~~~ js", "```"].map((line) => parse(line)[0].language), ["go", "js", ""]);
+  assert.deepEqual(kinds("```a`b"), ["paragraph"]);
+});
+
 test("nested and loose lists", () => {
   const [list] = parse("- a\n  - b\n    1. c\n- [x] d");
   assert.equal(list.items.length, 2);
@@ -65,6 +75,10 @@ test("markup in a text stays text", () => {
 test("hostile texts take no long time and no deep stack", () => {
   const pieces = ["*", "_a", "**a", "~~a", "[", "![a](", "`` ` ", "<http://", "> ", "- ", "1. ", "|-", "- a\n  ", "[a](b", "*a **b ", "a_", "\\"];
   for (const piece of pieces) parse(piece.repeat(4000)); // a test that hangs fails by its time limit
+  parse(Array.from({ length: 200 }, (_, length) => "`".repeat(length) + "a").join(""));
+  const gap = " ".repeat(150_000);
+  for (const text of [`# a${gap}b`, `~~~${gap}\``, `[a](<${gap}`, `a${gap}b\nc`, `- a${"\n".repeat(50_000)}b`]) parse(text);
+  for (const piece of ["a", '"\\', "1", " "]) highlight(piece.repeat(150_000 / piece.length), "js");
 });
 
 // A document that is just enough for the view.

@@ -3,7 +3,9 @@
 //
 // One pass with one regular expression per language. Whatever it does not know stays plain, and no text is ever lost.
 
-const MAX_LENGTH = 200_000; // longer code is shown plain, so that a page never hangs
+// Code that is longer is shown plain, and so is code with a longer word or gap: a page must never hang.
+const MAX_LENGTH = 200_000;
+const TOO_LONG = /\S{1000}|[^\S\n]{1000}/;
 
 const C_COMMENT = String.raw`\/\/[^\n]*|\/\*[\s\S]*?(?:\*\/|$)`;
 const HASH_COMMENT = String.raw`#[^\n]*`;
@@ -73,7 +75,7 @@ function patternOf(language) {
 }
 
 export function highlight(text, language) {
-  const pattern = text.length > MAX_LENGTH ? null : patternOf(String(language ?? "").toLowerCase());
+  const pattern = text.length > MAX_LENGTH || TOO_LONG.test(text) ? null : patternOf(String(language ?? "").toLowerCase());
   if (pattern === null) return text ? [{ kind: null, text }] : [];
   const pieces = [];
   let at = 0;

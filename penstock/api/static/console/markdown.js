@@ -8,8 +8,8 @@ import { highlight } from "./highlight.js";
 
 const MAX_DEPTH = 12; // of quotes and lists within each other
 const SAFE_SCHEMES = ["http:", "https:", "mailto:"];
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})(?:\s+(.*?))?(?:\s+#+)?\s*$/;
+const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
+const HEADING = /^ {0,3}(#{1,6})(?:\s+([^]*))?$/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])(?:\s+(.*)|\s*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
@@ -57,7 +57,7 @@ function readBlock(lines, at, depth) {
   const line = lines[at];
   if (FENCE.test(line)) return readFence(lines, at);
   const heading = HEADING.exec(line);
-  if (heading) return [{ kind: "heading", level: heading[1].length, inline: parseInline(heading[2] || "") }, at + 1];
+  if (heading) return [{ kind: "heading", level: heading[1].length, inline: parseInline(headingText(heading[2] ?? "")) }, at + 1];
   if (RULE.test(line)) return [{ kind: "rule" }, at + 1];
   if (depth < MAX_DEPTH && QUOTE.test(line)) return readQuote(lines, at, depth);
   if (depth < MAX_DEPTH && ITEM.test(line)) return readList(lines, at, depth);
@@ -65,8 +65,17 @@ function readBlock(lines, at, depth) {
   return readParagraph(lines, at, depth);
 }
 
+// Without the marks that may close a heading.
+function headingText(text) {
+  const trimmed = text.trimEnd();
+  let end = trimmed.length;
+  while (trimmed[end - 1] === "#") end -= 1;
+  return end === 0 || /\s/.test(trimmed[end - 1]) ? trimmed.slice(0, end).trimEnd() : trimmed;
+}
+
 function readFence(lines, at) {
-  const [, mark, language] = FENCE.exec(lines[at]);
+  const [, mark, info] = FENCE.exec(lines[at]);
+  const [language] = info.trim().split(/\s/, 1);
   const indent = lines[at].search(/[`~]/);
   const body = [];
   let next = at + 1;
@@ -118,7 +127,8 @@ function readList(lines, at, depth) {
 }
 
 function continuesAfter(lines, at, width, ordered) {
-  const next = lines.slice(at).find((line) => line.trim());
+  while (at < lines.length && !lines[at].trim()) at += 1;
+  const next = lines[at];
   if (next === undefined) return false;
   const item = ITEM.exec(next);
   return next.search(/\S/) >= width || Boolean(item && /\d/.test(item[2]) === ordered);
@@ -187,14 +197,13 @@ function readTable(lines, at) {
 
 const INLINE = [
   ["escape", /\\([!-/:-@[-`{-~])/y],
-  ["code", /(`+)((?:[^`]|(?!\1(?!`))`+)*?[^`])\1(?!`)/y],
-  ["break", / {2,}\n|\\\n/y],
+  ["break", / {2,100}\n|\\\n/y],
   ["link", /!?\[((?:[^[\]\\]|\\.|\[[^[\]]{0,200}\]){0,1000})\]\(\s*<?([^\s<>()]{0,2000}(?:\([^\s()]{0,500}\)[^\s<>()]{0,500})?)>?(?:\s+["'][^"']{0,500}["'])?\s*\)/y],
   ["auto", /<((?:https?:\/\/|mailto:)[^\s<>]{1,2000})>/y],
   ["bare", /https?:\/\/[^\s<>"'`]{1,2000}/y],
-  ["strong", /\*\*(?=\S)((?:[^*\\]|\\.|\*(?!\*)){1,5000}?)(?<=\S)\*\*(?!\*)|__(?=\S)((?:[^_\\]|\\.){1,5000}?)(?<=\S)__(?!\w)/y],
-  ["emphasis", /\*(?=[^\s*])((?:[^*\\]|\\.|\*\*[^*]{1,1000}\*\*){1,5000}?)(?<=\S)\*(?!\*)|_(?=[^\s_])((?:[^_\\]|\\.){1,5000}?)(?<=\S)_(?!\w)/y],
-  ["strike", /~~(?=\S)([^~]{1,5000}?)(?<=\S)~~/y],
+  ["strong", /\*\*(?=\S)((?:[^*\\]|\\.|\*(?!\*)){1,2000}?)(?<=\S)\*\*(?!\*)|__(?=\S)((?:[^_\\]|\\.){1,2000}?)(?<=\S)__(?!\w)/y],
+  ["emphasis", /\*(?=[^\s*])((?:[^*\\]|\\.|\*\*[^*]{1,1000}\*\*){1,2000}?)(?<=\S)\*(?!\*)|_(?=[^\s_])((?:[^_\\]|\\.){1,2000}?)(?<=\S)_(?!\w)/y],
+  ["strike", /~~(?=\S)([^~]{1,2000}?)(?<=\S)~~/y],
 ];
 const SPECIAL = /[\\`!\[<*_~h ]/g;
 
@@ -230,7 +239,21 @@ export function parseInline(text, depth = 0) {
   return pieces;
 }
 
+// A span of code ends at the next run of as many backticks. Backticks without such an end stay as they are, all at once.
+function readCode(text, at) {
+  const runs = /`+/g;
+  runs.lastIndex = at;
+  const mark = runs.exec(text)[0];
+  let end = runs.exec(text);
+  while (end !== null && end[0].length !== mark.length) end = runs.exec(text);
+  if (end === null) return { piece: mark, end: at + mark.length };
+  const inner = text.slice(at + mark.length, end.index).replace(/\n/g, " ");
+  const isPadded = inner.startsWith(" ") && inner.endsWith(" ") && inner.trim();
+  return { piece: { kind: "code", text: isPadded ? inner.slice(1, -1) : inner }, end: end.index + mark.length };
+}
+
 function readInline(text, at, depth) {
+  if (text[at] === "`") return readCode(text, at);
   const before = text[at - 1] ?? " ";
   for (const [kind, pattern] of INLINE) {
     pattern.lastIndex = at;
@@ -257,7 +280,6 @@ function inlinePiece(kind, match, depth) {
   const inner = match[1] ?? match[2];
   if (kind === "escape") return match[1];
   if (kind === "break") return { kind: "break" };
-  if (kind === "code") return { kind: "code", text: match[2].replace(/\n/g, " ").replace(/^ (.*\S.*) $/, "$1") };
   if (kind === "auto") return { kind: "link", address: safeAddress(match[1]), inline: [match[1]] };
   if (kind === "bare") {
     const address = bareAddress(match[0]);
