@@ -66,6 +66,16 @@ def test_proxies_keep_no_answers() -> None:
         assert "cache-control" not in http.post("/fixed/answer").headers
 
 
+def test_ids_begin_with_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that rows of the ledger, whose key they are, come in the order of their keys."""
+    milliseconds = iter((0x0123456789AB, 0x0123456789AC))
+    monkeypatch.setattr("time.time_ns", lambda: next(milliseconds) * 1_000_000)
+    with client() as http:
+        first, second = (http.post("/fixed/answer").headers["x-request-id"] for _ in range(2))
+    assert (len(first), first[:12], second[:12]) == (32, "0123456789ab", "0123456789ac")
+    assert first[12:] != second[12:]
+
+
 def test_a_pattern_is_no_path() -> None:
     with client() as http:
         assert http.post("/with/answer/{id}").text == "POST /with/answer/{id} {'id': '{id}'}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -231,11 +232,13 @@ class RequestIds:
         self._randomness = ""  # in hexadecimal digits, of which each id takes its part
 
     def _new_id(self) -> str:
-        """32 random digits. The system is asked for many at a time, which costs as much as asking for one id."""
+        """12 digits of the time in milliseconds, and 20 random digits. The database then finds place for the rows of
+        new requests next to each other: rows with random ids cost twice as much, and more the longer the table is.
+        The system is asked for many random digits at a time, which costs as much as asking for those of one id."""
         if not self._randomness:
-            self._randomness = secrets.token_hex(16 * 64)
-        request_id, self._randomness = self._randomness[:32], self._randomness[32:]
-        return request_id
+            self._randomness = secrets.token_hex(10 * 64)
+        random, self._randomness = self._randomness[:20], self._randomness[20:]
+        return f"{time.time_ns() // 1_000_000:012x}{random}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
