@@ -56,7 +56,7 @@ class PromptServer(uvicorn.Server):
 
 def _server(app: ASGIApp, options: dict[str, Any]) -> PromptServer:
     defaults: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "log_level": "error", "access_log": False}
-    return PromptServer(uvicorn.Config(app, **defaults | options))
+    return PromptServer(uvicorn.Config(app, interface="asgi3", **defaults | options))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from penstock.api.http.exchange import WHOLE_ANSWERS
 from penstock.core.errors import NotFound, PenstockError
 from penstock.core.identity import RateLimits
 from penstock.gateway.answers.choice import Delta
-from penstock.gateway.answers.stream import AnswerStream, ReaderGone, off_loop_if_large
+from penstock.gateway.answers.stream import AnswerStream, ReaderGone, are_large
 from penstock.gateway.blobs.blobs import Blobs
 from penstock.gateway.prompts import Usage
 from penstock.gateway.turns import in_thread
@@ -179,7 +179,7 @@ async def answer_whole(
         raise
     finally:
         departure.stop()
-    body = await off_loop_if_large(deltas, lambda: build(answer, deltas))
+    body = await in_thread(build, answer, deltas) if are_large(deltas) else build(answer, deltas)
     return WholeAnswer(body, answer.rate_limits, more_headers=answer_headers(answer))
 
 

@@ -244,8 +244,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = self._new_id()
-        state_of(scope).request_id = request_id
+        request_id, state = self._new_id(), state_of(scope)
+        state.request_id = request_id
         path: str = scope["path"]
         if path[-1:] == "/" or path.startswith(_OTHER_ROOT):
             _make_path_plain(scope)
@@ -253,10 +253,9 @@ class RequestIds:
         has_started = False
 
         def send_with_id(message: Message) -> Awaitable[None]:
-            return send(message) if message["type"] != "http.response.start" else start_with_id(message)
-
-        async def start_with_id(message: Message) -> None:
             nonlocal has_started
+            if message["type"] != "http.response.start":
+                return send(message)
             has_started = True
             if self._counts is not None:
                 self._counts.count(scope, message["status"])
@@ -264,11 +263,13 @@ class RequestIds:
             # Proxies may keep answers to GETs, and know only Authorization of the headers with keys.
             if scope["method"] == "GET" and not any(name == b"cache-control" for name, _ in headers):
                 headers.append((b"cache-control", b"no-store"))
-            if self._limits is not None and not (
-                state_of(scope).has_sent_limits or has_limit_headers(headers)
-            ):
-                headers += await self._limits.headers(scope)
             message["headers"] = headers
+            if self._limits is None or state.has_sent_limits or has_limit_headers(headers):
+                return send(message)
+            return send_with_limits(self._limits, message)
+
+        async def send_with_limits(limits: CallerLimits, message: Message) -> None:
+            message["headers"] += await limits.headers(scope)
             await send(message)
 
         try:

@@ -7,6 +7,7 @@ OpenAI. Nothing here logs a credential or repeats it in an answer.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from functools import partial
 
 from starlette.types import ASGIApp, Receive, Send
@@ -50,21 +51,33 @@ class Authenticate:
         self._authenticator = authenticator
         self._origins = origins or AllowedOrigins()
 
-    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Connection, receive: Receive, send: Send) -> Awaitable[None]:
+        """Most requests have a key that is in memory, and need no coroutine."""
         path = scope.get("path", "")
         if scope["type"] not in ("http", "websocket") or path in OPEN_PATHS or path.startswith(_OPEN_FILES):
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         needed = scope_of(path)
         try:
             credential = _credential(scope, may_differ=self._authenticator.is_open)
+            if credential is None or scope["type"] != "http":
+                return self._authenticate(scope, receive, send, credential, needed)
+            principal = self._authenticator.known(credential, needed)
+            if principal is None:
+                return self._authenticate(scope, receive, send, credential, needed)
+            take_place(scope, principal)
+        except PenstockError as error:
+            return _refuse(scope, receive, send, error)
+        set_principal(scope, principal)
+        return self._app(scope, receive, send)
+
+    async def _authenticate(
+        self, scope: Connection, receive: Receive, send: Send, credential: str | None, needed: Scope
+    ) -> None:
+        try:
             principal = await self._authenticator.authorize(credential, needed)
             if principal is OPEN_PRINCIPAL:
                 _refuse_foreign_pages(scope, needed, self._origins)
             take_place(scope, principal)
-        except AuthenticationFailed as error:
-            error.hint = error.hint or _HINT
-            await _refuse(scope, receive, send, error)
         except PenstockError as error:
             await _refuse(scope, receive, send, error)
         else:
@@ -140,6 +153,8 @@ def _two_keys() -> AuthenticationFailed:
 
 
 async def _refuse(scope: Connection, receive: Receive, send: Send, error: PenstockError) -> None:
+    if isinstance(error, AuthenticationFailed):
+        error.hint = error.hint or _HINT
     if scope["type"] == "websocket" and "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": _POLICY_VIOLATION, "reason": error.message})
         return

@@ -383,7 +383,8 @@ class Place:
                     f"This workspace uses {shares.of(holder)} connections, and the rest is kept for others.",
                     retry_after_s=RETRY_AFTER_S,
                 )
-            self._let_go()
+            if self._holder is not None:
+                self._let_go()
             self._holder = holder
             shares.add(holder)
         self._places.resting.pop(self, None)

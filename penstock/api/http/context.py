@@ -24,7 +24,7 @@ ConnectionWatch: TypeAlias = Callable[[Callable[[], None] | None], None]
 
 
 _HEADERS = "penstock.headers"
-_STATE = "penstock"
+_STATE = "penstock.state"
 
 
 def watch_of(scope: Scope) -> ConnectionWatch | None:
@@ -59,10 +59,9 @@ class RequestState:
 
 
 def state_of(scope: Scope) -> RequestState:
-    state: dict[str, Any] = scope.setdefault("state", {})
-    found: RequestState | None = state.get(_STATE)
+    found: RequestState | None = scope.get(_STATE)
     if found is None:
-        found = state[_STATE] = RequestState()
+        found = scope[_STATE] = RequestState()
     return found
 
 

@@ -24,6 +24,9 @@ MAX_COPIED_BYTES = 64 << 10  # a larger body is not copied behind the head
 
 # The ASGI extension of servers that take a whole answer as one message: its start, with the `body`.
 WHOLE_ANSWERS = "penstock.whole_answers"
+WHOLE_BODY = (
+    "penstock.whole_body"  # in the scope, until it is read: the body of a request that has arrived whole
+)
 
 
 class _Unwatched:
@@ -74,10 +77,11 @@ class Exchange(RequestResponseCycle):
         self.message_event = asyncio.Event() if whole_body is None else _UNWATCHED
         self.body = bytearray()
         self.more_body = whole_body is None
-        self._whole_body = whole_body
+        if whole_body is not None:
+            scope[WHOLE_BODY] = whole_body  # type: ignore[literal-required]
 
     async def receive(self) -> ASGIReceiveEvent:
-        body, self._whole_body = self._whole_body, None
+        body: bytes | None = self.scope.pop(WHOLE_BODY, None)  # type: ignore[misc]
         if body is not None and not self.disconnected and not self.response_complete:
             return {"type": "http.request", "body": body, "more_body": False}
         if self.message_event is _UNWATCHED:
@@ -188,6 +192,7 @@ class RequestWorker:
         cycle, self._cycle = self._cycle, None
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
+            cycle.scope.pop(WHOLE_BODY, None)  # type: ignore[misc]
             cycle.message_event.set()
 
     async def _run(self) -> None:

@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from penstock.api.http.bodies import PendingBodies
 from penstock.api.http.context import headers_of, state_of
+from penstock.api.http.exchange import WHOLE_BODY
 from penstock.core.errors import InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedMediaType, quoted
 from penstock.gateway.answers.stream import ReaderGone
 from penstock.gateway.turns import WorkspaceTurns, in_thread
@@ -49,7 +50,8 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    first, has_more = await _next_part(request)
+    whole: bytes | None = request.scope.pop(WHOLE_BODY, None)
+    first, has_more = await _next_part(request) if whole is None else (whole, False)
     if len(first) > max_bytes:
         raise _too_large(max_bytes)
     body = first if not has_more else await _rest_of_body(request, first, max_bytes)

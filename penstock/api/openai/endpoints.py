@@ -165,6 +165,10 @@ class ChatChunks:
         )
 
     def chunk(self, delta: Delta) -> bytes:
+        if delta.finish_reason is None and not (
+            delta.details or delta.reasoning or delta.tool_calls or delta.token_ids or delta.prompt_token_ids
+        ):  # as nearly all are
+            return self._plain(delta, b"content", _to_json(delta.text)) if delta.text else b""
         content = b""
         if delta.token_ids or delta.prompt_token_ids:
             content = _token_ids(self._frame, delta, b'"delta":{},"logprobs":null')
@@ -360,14 +364,12 @@ class OpenAIEndpoints:
 
         return await answer_whole(request, submit(), build)
 
-    async def _answer_plain(self, request: Request, chat: PlainChat) -> ASGIApp:
+    def _answer_plain(self, request: Request, chat: PlainChat) -> Coroutine[Any, Any, ASGIApp]:
         submitted = self._gateway.submit(chat.to_generation(**context_of(request, chat.model)))
         if not chat.stream:
-            return await answer_whole(request, submitted, _build_plain)
+            return answer_whole(request, submitted, _build_plain)
         header_of = partial(AnswerHeader.of, wants_logprobs=False, includes_usage=chat.includes_usage)
-        return await EventStream.open(
-            request, submitted, lambda answer: ChatChunks(header_of(answer)), error_event
-        )
+        return EventStream.open(request, submitted, lambda answer: ChatChunks(header_of(answer)), error_event)
 
     def _submit(
         self, request: Request, generation: GenerationRequest, *, is_read_whole: bool

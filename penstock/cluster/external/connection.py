@@ -18,6 +18,7 @@ from typing import NoReturn, Protocol, cast
 
 import httptools
 
+from penstock.cluster.external.known_heads import KnownHead
 from penstock.core.machine import notice_loss
 
 SILENCE_TIMEOUT_S = 600.0  # between two pieces of an answer; the wait for the first may be as long
@@ -74,6 +75,7 @@ class Answer(asyncio.Protocol):
         self._unread = select.poll()  # says whether bytes wait that the event loop has not seen
         self._error: HttpError | None = None
         self._parser = httptools.HttpResponseParser(self)
+        self._known_head: KnownHead | None = None  # of the last answer that the parser has read in one piece
         self._pieces: list[bytes] = []  # that came before anybody asked for them
         self._sink: Callable[[bytes], None] | None = None
         self._sink_error: Exception | None = None
@@ -150,11 +152,15 @@ class Answer(asyncio.Protocol):
             self._counts_silence_only = False
             self._allow_silence(END_TIMEOUT_S)
 
+    def take_body(self, max_bytes: int) -> bytes | None:
+        """Return the whole body if it has come in one piece, as short answers do. Else `read_all` waits for it."""
+        if self._is_complete and len(self._pieces) == 1 and len(self._pieces[0]) <= max_bytes:
+            return self._pieces.pop()
+        return None
+
     async def read_all(self, max_bytes: int) -> bytes:
         """Return the whole body. Raises AnswerBroken, also for a body of more than `max_bytes`, or one that takes as
         long, from its head on, as the server may be silent: nothing is shown before the end."""
-        if self._is_complete and len(self._pieces) == 1 and len(self._pieces[0]) <= max_bytes:
-            return self._pieces.pop()  # as short answers come
         self._counts_silence_only = False
         pieces: list[bytes] = []
         num_bytes = 0
@@ -260,6 +266,9 @@ class Answer(asyncio.Protocol):
             self._fail("it sent more than was asked for")
             self._client.forget(self)
             return
+        if not self._head_bytes and self._take_known(data):
+            self._wake()
+            return
         if not self._is_head_complete:
             self._head_bytes += len(data)
         elif self._counts_silence_only:
@@ -285,6 +294,21 @@ class Answer(asyncio.Protocol):
             self._hand_over()
         if self._is_complete or self._sink is None:
             self._wake()
+        if self._can_stay and self._head_bytes == len(data) and self._num_headers == len(self.headers):
+            self._known_head = KnownHead.of(data, self.status, self.headers)
+
+    def _take_known(self, data: bytes) -> bool:
+        """Take the whole answer that the data is without the parser, which has read the same head before. Returns
+        False if the parser has to look."""
+        known = self._known_head
+        body = None if known is None else known.body(data)
+        if known is None or body is None:
+            return False
+        self.status, self.headers = known.status, {**known.headers, b"content-length": b"%d" % len(body)}
+        self._head_bytes = len(data)
+        self._pieces.append(body)
+        self._is_head_complete = self._is_complete = self._can_stay = True
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client.forget(self)

@@ -166,7 +166,9 @@ class ExternalPool:
         attempts = 0
         relay = Relay(call, on_chunks, partial(self.note_first_token, call))
         while True:
-            member = await self._place(call, failed, continues=relay.has_begun)
+            member = self._only_member(call, failed)
+            if member is None:
+                member = await self._place(call, failed, continues=relay.has_begun)
             attempts += 1
             try:
                 await self._attempt(member, call, relay)
@@ -209,10 +211,6 @@ class ExternalPool:
 
     async def _place(self, call: ExternalCall, failed: set[str], *, continues: bool) -> Member:
         """Return the server of the next attempt, which has room for it. Waits for room where no server has any."""
-        if len(self._members) == 1 and not failed:
-            (member,) = self._members.values()
-            if self._is_usable(member, call, self._clock.now()) and self._has_room(member):
-                return member
         was_granted = False
         while True:
             usable = self._usable(call, failed, continues=continues)
@@ -231,6 +229,14 @@ class ExternalPool:
                 return self._choose(call, self._excluded(call, failed, self._cheapest(free)))
             await self._waiting.wait(call.model, call.tier, call.tenant)
             was_granted = True
+
+    def _only_member(self, call: ExternalCall, failed: set[str]) -> Member | None:
+        """Return the only server there is, if it has room for the first attempt."""
+        if len(self._members) != 1 or failed:
+            return None
+        (member,) = self._members.values()
+        is_free = self._is_usable(member, call, self._clock.now()) and self._has_room(member)
+        return member if is_free else None
 
     def _has_server_of(self, model: str) -> bool:
         return any(model in member.server.models for member in self._members.values())

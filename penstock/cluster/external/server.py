@@ -272,7 +272,10 @@ class ExternalServer:
                 if answer.status != 200:
                     raise await self._refusal(answer)
                 if call.is_whole:
-                    self._pass_on_whole(call, await answer.read_all(MAX_LINE_BYTES), on_chunks)
+                    body = answer.take_body(MAX_LINE_BYTES)
+                    if body is None:
+                        body = await answer.read_all(MAX_LINE_BYTES)
+                    self._pass_on_whole(call, body, on_chunks)
                 else:
                     await self._pass_on_events(answer, on_chunks)
             finally:

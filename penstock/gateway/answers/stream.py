@@ -443,9 +443,12 @@ Result = TypeVar("Result")
 async def off_loop_if_large(deltas: Sequence[Delta], work: Callable[[], Result]) -> Result:
     """Return the result of `work` on the deltas. Many log-probabilities are worked on in a thread, which gives the
     event loop its turns."""
-    if sum([delta.num_logprobs for delta in deltas if delta.details]) <= DIRECT_LOGPROBS:
-        return work()
-    return await in_thread(work)
+    return await in_thread(work) if are_large(deltas) else work()
+
+
+def are_large(deltas: Sequence[Delta]) -> bool:
+    """Return whether the deltas have so many log-probabilities that work on them would delay others."""
+    return sum([delta.num_logprobs for delta in deltas if delta.details]) > DIRECT_LOGPROBS
 
 
 async def merged_later(batches: Sequence[Sequence[Delta]]) -> list[Delta]:

@@ -104,7 +104,7 @@ class ExternalChoice:
                 self._cached_tokens = chunk.timings.cache_n
             if chunk.choices and self.ending is None:
                 choice = chunk.choices[0]
-                if choice.says_something:
+                if ((delta := choice.delta) is not None and delta.content) or choice.says_something:
                     self._push_choice(choice)
             if chunk.usage is not None:
                 self._usage = chunk.usage

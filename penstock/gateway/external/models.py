@@ -62,6 +62,8 @@ class ExternalModel:
     def check(self, request: GenerationRequest) -> None:
         """Everything that can be checked cheaply and without the server's tokenizer. Raises InvalidRequest."""
         check_request(request, UNKNOWN_VOCAB_SIZE)
+        if request.is_plain:  # which has none of these
+            return
         if request.text.lists_token_ids:
             raise InvalidRequest(
                 f"The model {self.name!r} runs on another server, whose token ids are not known.",
@@ -412,10 +414,8 @@ def _grammar(grammar: Grammar) -> dict[str, Any]:
 
 def _text_of(prompt: Prompt) -> str:
     """Return the text of a prompt in the order in which a model reads it: tools before messages."""
-    if isinstance(prompt, TextPrompt):
-        return prompt.text
     if not isinstance(prompt, ChatPrompt):
-        return " ".join(map(str, prompt.token_ids))
+        return prompt.text if isinstance(prompt, TextPrompt) else " ".join(map(str, prompt.token_ids))
     texts = _texts_of(prompt.messages)
     if not prompt.tools:
         return "\n".join(texts)

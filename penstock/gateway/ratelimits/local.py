@@ -403,7 +403,7 @@ class LocalLimiter(RunningLimiter):
             left = meters.rate_limits()
         return self._lease(claim, meters, NOTHING, left)
 
-    async def open(self, claim: Claim) -> Lease:
+    def open_now(self, claim: Claim) -> Lease | None:
         now = self.now()
         meters = self._meters.of_caller(claim.principal, claim.model, now)
         if not meters.meters:
@@ -414,7 +414,10 @@ class LocalLimiter(RunningLimiter):
             left = meters.begin(1, demand, now)
             if left is not None:
                 return self._lease(claim, meters, demand, left)
-        return await super().open(claim)
+        return None
+
+    async def open(self, claim: Claim) -> Lease:
+        return self.open_now(claim) or await super().open(claim)
 
     def _lease(self, claim: Claim, meters: CallerMeters, reserved: Demand, left: RateLimits) -> LocalLease:
         self.metrics.admitted += 1

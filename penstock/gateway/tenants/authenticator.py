@@ -44,6 +44,14 @@ class Authenticator:
         self.is_open = is_open
         self.metrics = metrics or AuthenticationMetrics()
 
+    def known(self, credential: str, needed: Scope) -> Principal | None:
+        """Return the identity of a caller with a good key that is in memory, and may do what the request needs. None
+        for all others, whom `authorize` answers."""
+        if self._ring is None or self._static_digest is not None or not credential.startswith(KEY_START):
+            return None
+        principal = self._ring.known(credential)
+        return principal if principal is not None and principal.may(needed) else None
+
     async def authorize(self, credential: str | None, needed: Scope) -> Principal:
         """Return the caller's identity. Raises an error if the caller may not do what the request needs."""
         try:

@@ -83,6 +83,57 @@ async def test_connections_are_used_again() -> None:
     assert server.requests[0].endswith(b'content-length: 7\r\n\r\n{"a":1}')
 
 
+def whole(body: bytes, *, length: bytes | None = None, more: bytes = b"") -> bytes:
+    length = b"%d" % len(body) if length is None else length
+    return b"HTTP/1.1 200 OK\r\nDate: now\r\nContent-Length: " + length + b"\r\n" + more + b"\r\n" + body
+
+
+async def test_a_head_that_comes_again_needs_no_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[int] = []
+    complete = connection.Answer.on_headers_complete
+
+    def on_headers_complete(answer: connection.Answer) -> None:
+        parsed.append(len(parsed))
+        complete(answer)
+
+    monkeypatch.setattr(connection.Answer, "on_headers_complete", on_headers_complete)
+    bodies = [b"a" * 9, b"b" * 10, b"c" * 100_000, b"d" * 3]
+    async with client_of(ScriptedServer(*map(whole, bodies))) as client:
+        for body in bodies:
+            answer = await client.send("POST", "/v1/x", b"{}")
+            assert answer.headers == {b"date": b"now", b"content-length": b"%d" % len(body)}
+            assert await answer.read_all(1 << 20) == body
+            answer.release()
+    assert len(parsed) in (1, 2)  # the long one may come in several pieces
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (whole(b"hi", more=b"x: y\r\n"), b"hi"),
+        (whole(b"hi", length=b"1"), b"h"),
+        (whole(b"hi") + whole(b"ho"), b"hi"),
+        (whole(b""), b""),
+        (whole(b"hi", length=b"3"), None),
+        (whole(b"hi", length=b"+2"), None),
+        (whole(b"hi", length=b"2\r\nContent-Length: 3"), None),
+        (whole(b"2\r\nhi\r\n0\r\n\r\n", length=b"12", more=b"transfer-encoding: chunked\r\n"), None),
+    ],
+)
+async def test_a_head_that_almost_comes_again_is_left_to_the_parser(
+    answer: bytes, body: bytes | None
+) -> None:
+    server = ScriptedServer(whole(b"ok"), answer, OK, closes_after=2)
+    async with client_of(server) as client:
+        assert await ask(client) == (200, b"ok")
+        if body is None:
+            with pytest.raises(AnswerBroken):
+                await ask(client)
+        else:
+            assert await ask(client) == (200, body)
+        assert await ask(client) == (200, b"hi")
+
+
 def test_on_the_loop_that_serves() -> None:
     """Whose transports are of other types."""
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from penstock.core.errors import StoreUnavailable
 from penstock.core.request import Tier
-from penstock.gateway.accounts import Accounts
+from penstock.gateway.accounts import Accounts, Limiter
 from penstock.gateway.ledger import journal as journal_module
 from penstock.gateway.ledger import ledger as ledger_module
 from penstock.gateway.ledger.journal import Journal, begun_request, encode_line, usage_row
@@ -216,7 +216,7 @@ class TestTrouble:
             def settle(self, outcome: Any) -> None:
                 settled.append(outcome.status)
 
-        class Limiter:
+        class OneLease(Limiter):
             async def open(self, claim: Any) -> Any:
                 return Lease()
 
@@ -224,7 +224,7 @@ class TestTrouble:
             ledger.begin(claim("running"))
             full_disk()
             with pytest.raises(StoreUnavailable):
-                await Accounts(Limiter(), ledger).open(claim("new"))
+                await Accounts(OneLease(), ledger).open(claim("new"))
             ledger.settle(claim("running"), outcome())  # an answer that exists is never taken away
             assert (await total(ledger)).requests == 1
         assert settled == ["failed"]
