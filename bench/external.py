@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Penstock before an external server, beside other gateways before the same one, in one run.
 
-    python -m bench.external [--router-python PATH] [--litellm-python PATH] [--one-process] [--before CHECKOUT]
+    python -m bench.external [--router-python PATH] [--litellm-python PATH] [--processes N] [--before CHECKOUT]
         [--rounds 3] [--seconds 3]
 
 All stand in front of one HTTP server that answers at once with 16 tokens (`bench.instant_upstream`). Penstock runs
@@ -42,7 +42,6 @@ NUM_CLIENTS = 32
 WARM_UP_S = 2.0
 DIRECT, ROUTER, LITELLM = "direct", "sglang-router", "LiteLLM"
 OPEN, FULL = "Penstock, open", "Penstock, keys, limits and ledger"
-ONE_PROCESS = f"{FULL}, one process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +287,7 @@ def main() -> None:
     parser.add_argument("--router-python", type=Path, help="that sglang-router is installed for")
     parser.add_argument("--litellm-python", type=Path, help="that litellm[proxy] is installed for")
     parser.add_argument(
-        "--one-process", action="store_true", help="run Penstock with keys a third time, in one process"
+        "--processes", type=int, help="run Penstock with keys a third time, in so many processes"
     )
     parser.add_argument("--before", type=Path, help="another checkout, whose server runs with keys as well")
     parser.add_argument("--rounds", type=int, default=3)
@@ -313,9 +312,10 @@ def main() -> None:
             suffix = "" if checkout is None else ", before"
             full = full_penstock(upstream, arguments.options, FULL + suffix, checkout)
             targets.append(stack.enter_context(full))
-            if arguments.one_process:
-                alone = [*arguments.options, "--api-workers", "1"]
-                full = full_penstock(upstream, alone, ONE_PROCESS + suffix, checkout)
+            if arguments.processes is not None:
+                number = str(arguments.processes)
+                options = [*arguments.options, "--api-workers", number]
+                full = full_penstock(upstream, options, f"{FULL}, {number} processes{suffix}", checkout)
                 targets.append(stack.enter_context(full))
         for target in targets:
             run(target.call(stream=False), num_clients=4, seconds=WARM_UP_S)
