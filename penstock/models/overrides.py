@@ -46,7 +46,7 @@ def overridden(path: Path, model: ModelConfig) -> Path:
         )
     home = Path(mkdtemp(prefix="penstock-"))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    folder = home / path.name  # some models are known by the name of their folder
+    folder = home.joinpath(*path.resolve().parts[1:])  # some models are known by the names of their folders
     shutil.copytree(path.resolve(), folder, copy_function=os.symlink)
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(merged(stated, overrides)), encoding="utf-8")

@@ -236,8 +236,9 @@ def _score_tokens(path: Path, fields: Fields) -> tuple[int, int | None] | None:
     """Return the tokens "yes" and "no" of a reranker that is a language model, or None for another model. Files of
     Qwen3-Reranker look like those of a chat model, but for their name."""
     named = fields.raw("classifier_from_token")
+    is_named_so = "qwen3-reranker" in str(path).lower()  # also in the hub's cache, below the model's name
+    is_reranker = fields.flag("is_original_qwen3_reranker", is_named_so)  # which users of vLLM give
     if named is None:
-        is_reranker = "qwen3-reranker" in str(path).lower()  # also in the hub's cache, below the model's name
         if not is_reranker or "Qwen3ForCausalLM" not in architectures(fields):
             return None
         named = ["no", "yes"]

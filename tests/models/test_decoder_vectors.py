@@ -21,6 +21,7 @@ from penstock.core.messages import ModelCard
 from penstock.core.request import Request, SamplingParams
 from penstock.engine.build import build_engine
 from penstock.models.load import open_checkpoint, pooling_settings
+from penstock.models.overrides import overridden
 from tests.models.checkpoints import Reference
 from tests.models.gguf_files import write_model
 from tests.models.test_encoders import add_modules, write_dense
@@ -183,19 +184,19 @@ def write_words(folder: Path, *words: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-@pytest.mark.parametrize("told_by", ["name", "config", "modules", "modules, true only"])
+@pytest.mark.parametrize("told_by", ["name", "config", "overrides", "modules", "modules, true only"])
 def test_rerankers_compare_two_tokens(tmp_path: Path, told_by: str) -> None:
     folder = tmp_path / ("Qwen3-Reranker-0.6B" if told_by == "name" else "model")
     model = write_qwen3(folder, Qwen3ForCausalLM, tie_word_embeddings=False)
     write_words(folder, "yes", "no")
     config = json.loads((folder / "config.json").read_text())
     false: int | None = 2
+    named = {"architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"]}
     if told_by == "config":
-        config |= {
-            "architectures": ["Qwen3ForSequenceClassification"],
-            "classifier_from_token": ["no", "yes"],
-        }
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config | named))
+    elif told_by == "overrides":  # as vLLM is told
+        given = json.dumps({**named, "is_original_qwen3_reranker": True})
+        folder = overridden(folder, ModelConfig(hf_overrides=given))
     elif told_by != "name":
         add_modules(folder, "LogitScore")
         false = None if "only" in told_by else 2
