@@ -12,7 +12,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -32,7 +32,8 @@ from penstock.models.config import ArchitectureConfig
 from penstock.models.weights import NamedProduct
 
 PAGED = "penstock"  # the name of our attention in transformers' registry
-_HAS_SINKS = any(field.name == "sinks" for field in fields(AttentionLayer))
+# What attention may get beside queries, keys and values: sinks, and what keys are rotated by already.
+_KNOWN_TENSORS = ("s_aux", "position_ids", "cache_position")
 
 
 class NeedsWeight(Exception):
@@ -220,10 +221,8 @@ class PagedCalls:
         return call.num_heads // call.num_kv_heads * self.num_kv_heads
 
     def _layer(self, call: AttentionCall, rope: Tensor) -> AttentionLayer:
-        extra: dict[str, Any] = {}
         heads = self._padded_heads(call)
-        if call.sinks is not None:
-            extra["sinks"] = F.pad(call.sinks, (0, heads - call.num_heads))
+        sinks = None if call.sinks is None else F.pad(call.sinks, (0, heads - call.num_heads))
         return AttentionLayer(
             num_heads=heads,
             num_kv_heads=self.num_kv_heads,
@@ -232,7 +231,7 @@ class PagedCalls:
             rope=rope,
             window=call.window,
             softcap=call.softcap,
-            **extra,
+            sinks=sinks,
         )
 
 
@@ -376,8 +375,11 @@ def attention_call(
     if not (getattr(module, "is_causal", True) if stated is None else stated):
         raise ModelLoadError(f"{name} is not causal: a token would see the tokens behind it.")
     sinks = options.get("s_aux")
-    if sinks is not None and not _HAS_SINKS:
-        raise ModelLoadError(f"{name} has attention sinks, which this backend does not compute.")
+    unknown = [
+        key for key, value in options.items() if isinstance(value, Tensor) and key not in _KNOWN_TENSORS
+    ]
+    if unknown:  # which keys a token sees, say, or biases
+        raise ModelLoadError(f"{name} gives attention {unknown[0]}, which paged attention does not know.")
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise ModelLoadError(
             f"{name} has {query.shape[1]} query, {key.shape[1]} key and {value.shape[1]} value heads."

@@ -255,33 +255,40 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 class _Picky(torch.nn.Module):
     """Masks of its own: a token sees the other tokens of its choice."""
 
-    def __init__(self, inner: Any, change: Callable[[Any], Any]) -> None:
+    def __init__(self, inner: Any, change: Callable[[Any], Any], more: dict[str, Any]) -> None:
         super().__init__()
-        self.inner, self.change = inner, change
+        self.inner, self.change, self.more = inner, change, more
 
     def forward(self, *args: Any, attention_mask: Any = None, **options: Any) -> Any:
-        return self.inner(*args, attention_mask=self.change(attention_mask), **options)
+        return self.inner(*args, attention_mask=self.change(attention_mask), **self.more, **options)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "more", "reason"),
     [
-        (lambda mask: mask.clone() if mask is not None else None, "a mask of its own making"),
+        (lambda mask: mask.clone() if mask is not None else None, {}, "a mask of its own making"),
         (
             lambda mask: mask[:, 0],
+            {},
             r"fails in a step without an attention mask \(TypeError: 'NoneType' object",
         ),
+        # As MiniMax M3 does in layers with sparse attention.
+        (lambda mask: mask, {"block_indices": torch.zeros(1)}, "gives attention block_indices, which"),
     ],
 )
 def test_masks_that_a_model_makes_are_refused(
-    change: Callable[[Any], Any], reason: str, llama: Reference, monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Any], Any],
+    more: dict[str, Any],
+    reason: str,
+    llama: Reference,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Such a mask may leave out tokens of a long text only, which the probe's short texts would not show."""
     build = transformers.models.llama.modeling_llama.LlamaDecoderLayer.__init__
 
     def build_picky(self: Any, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
-        self.self_attn = _Picky(self.self_attn, change)
+        self.self_attn = _Picky(self.self_attn, change, more)
 
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaDecoderLayer, "__init__", build_picky)
     with pytest.raises(ModelLoadError, match=reason):
