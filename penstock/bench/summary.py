@@ -189,9 +189,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
     e2e_ms: Distribution | None
-    tpot_ms: Distribution | None = (
-        None  # of each answer, the mean time between tokens, however they came together
-    )
+    # Of each answer, the mean time between tokens, however they came together.
+    tpot_ms: Distribution | None = None
     drafters: tuple[DrafterReport, ...] | None = None  # None: not asked for
 
 

@@ -259,9 +259,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     elapsed_s: float
     scored: tuple[ScoredChunk, ...] = ()
     encoder_s: float = 0.0  # of the elapsed time: for encoding images
-    is_unusual: bool = (
-        False  # later steps like it take another time: this one recorded a graph, or lacked one
-    )
+    # Later steps like it take another time: this one recorded a graph, or lacked one.
+    is_unusual: bool = False
 
 
 class CacheUse(msgspec.Struct, frozen=True, array_like=True):

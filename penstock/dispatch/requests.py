@@ -43,9 +43,8 @@ class RequestRecord(msgspec.Struct, eq=False):
     waiting_since_s: float | None = None  # when the request first found no replica
     num_losses: int = 0  # replicas that were lost in succession while they had the request
     lost_s: float = 0.0  # the last of these losses
-    last_lost: tuple[str, float] | None = (
-        None  # the replica that was lost last, and when the request was sent there
-    )
+    # The replica that was lost last, and when the request was sent there.
+    last_lost: tuple[str, float] | None = None
     held_since_s: float | None = None  # when the request first waited for the end of a test
     is_watched: bool = False  # the present attempt is a test; see `suspects`
     # The present attempt:

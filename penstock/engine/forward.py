@@ -169,9 +169,8 @@ class ForwardPass:
         self.images = images
         self._pooler = HiddenPooler(vectors)
         self._scorer = PromptScorer(model, staging, vocab_size, has_logits=has_logits)
-        self.lacks_graph = (
-            False  # the latest pass was launched piece by piece: its graph is recorded next time
-        )
+        # The latest pass was launched piece by piece: its graph is recorded next time.
+        self.lacks_graph = False
 
     def begin(self, request: Request) -> None:
         self._pooler.begin(request)

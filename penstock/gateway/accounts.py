@@ -182,9 +182,8 @@ class Admission:
     __slots__ = ("_accounts", "_lease", "claim", "on_end")
 
     def __init__(self, accounts: Accounts, claim: Claim, lease: Lease) -> None:
-        self.on_end: list[
-            Callable[[], None]
-        ] = []  # called at the end of the request, with an account or without
+        # Called at the end of the request, with an account or without.
+        self.on_end: list[Callable[[], None]] = []
         self._accounts = accounts
         self.claim = claim
         self._lease: Lease | None = lease

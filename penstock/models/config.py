@@ -207,9 +207,8 @@ class ArchitectureConfig:
     unrotated_layers: frozenset[int] = frozenset()  # layers whose attention knows no positions
     slopes: tuple[float, ...] = ()  # of ALiBi, by head: what a score gains with each position of its key
     windows: tuple[int | None, ...]  # one per layer; None: full attention
-    sees_images_in_windows: bool = (
-        False  # an image's tokens attend to each other, in layers with a window only
-    )
+    # An image's tokens attend to each other, in layers with a window only.
+    sees_images_in_windows: bool = False
     attention_scale: float
     attention_softcap: float | None = None
     query_growth: float | None = None  # of queries, with the logarithm of their position

@@ -110,9 +110,8 @@ _TEXT_ALONE = frozenset(
         "NemotronH_Nano_Omni_Reasoning_V3",
     }
 )
-_NESTED_TEXT = (
-    "llm_config"  # where makers' folders have the settings of a text model that transformers cannot find
-)
+# Where makers' folders have the settings of a text model that transformers cannot find.
+_NESTED_TEXT = "llm_config"
 # Text models within checkpoints whose own class is the same decoder under another name.
 _TEXT_TYPES = {
     "qwen2_vl_text": "qwen2",

@@ -62,9 +62,8 @@ class Traffic:
     output_tokens: Lengths
     mean_prompt: float
     mean_output: float
-    prefix_share: float = (
-        0.0  # of prompt tokens that are cached, because other prompts begin with the same tokens
-    )
+    # Of prompt tokens that are cached, because other prompts begin with the same tokens.
+    prefix_share: float = 0.0
 
     @property
     def computed_prompt(self) -> float:

@@ -24,9 +24,8 @@ MAX_COPIED_BYTES = 64 << 10  # a larger body is not copied behind the head
 
 # The ASGI extension of servers that take a whole answer as one message: its start, with the `body`.
 WHOLE_ANSWERS = "penstock.whole_answers"
-WHOLE_BODY = (
-    "penstock.whole_body"  # in the scope, until it is read: the body of a request that has arrived whole
-)
+# In the scope, until it is read: the body of a request that has arrived whole.
+WHOLE_BODY = "penstock.whole_body"
 
 
 class _Unwatched:
@@ -111,9 +110,8 @@ class Exchange(RequestResponseCycle):
             raise RuntimeError("A header of an answer has a line break.")
         self.response_started = True
         if self.waiting_for_100_continue and self.more_body and not self.body:
-            self.keep_alive = (
-                False  # the client may send the body or leave it out, and its next bytes mean either
-            )
+            # The client may send the body or leave it out, and its next bytes mean either.
+            self.keep_alive = False
         self.waiting_for_100_continue = False
         by_name = dict(headers)
         length = by_name.get(b"content-length")

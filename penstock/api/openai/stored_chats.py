@@ -30,9 +30,8 @@ from penstock.gateway.responses.objects import CONVERSATION, ITEM, ObjectStore, 
 from penstock.gateway.responses.service import Responses
 
 KIND = "chat_completion"
-MAX_NEW_ITEMS = (
-    20  # of a conversation at a time, as at OpenAI: each is a row, and others wait to write theirs
-)
+# Of a conversation at a time, as at OpenAI: each is a row, and others wait to write theirs.
+MAX_NEW_ITEMS = 20
 
 _to_json = msgspec.json.Encoder().encode
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
