@@ -93,7 +93,7 @@ def output_of(sample: dict[str, str], folder: Path) -> str:
         sample["language"]
     ]
     (folder / name).write_text(sample["code"])
-    done = subprocess.run([interpreter, name], capture_output=True, text=True, timeout=120, cwd=folder)
+    done = subprocess.run([interpreter, name], capture_output=True, text=True, timeout=600, cwd=folder)
     assert done.returncode == 0, f"{sample['code']}\n{done.stderr}"
     if sample["title"] != "curl" or "data: " not in done.stdout:
         return done.stdout

@@ -107,7 +107,7 @@ def test_http2_from_the_start_is_told_to_use_http_1(served: BoundedServed) -> No
 @pytest.mark.parametrize("option", ["--http2", "--http2-prior-knowledge"])
 def test_curl(served: BoundedServed, option: str) -> None:
     command = ["curl", "-sS", "--max-time", "60", option, f"{served.url}/v1/completions", "-d", BODY.decode()]
-    done = subprocess.run(command, capture_output=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, timeout=600)
     if option == "--http2":
         assert json.loads(done.stdout)["object"] == "text_completion"
     else:

@@ -30,7 +30,7 @@ def test_the_python_examples_print_paris(server: RunningServer, example: str) ->
     assert "http://127.0.0.1:8000" in example
     program = example.replace("http://127.0.0.1:8000", server.url)
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True
     )
     assert "Paris" in done.stdout
 
@@ -49,5 +49,7 @@ def test_the_two_make_commands_exist() -> None:
     folder = Path(__file__).parents[2]
     for target in ("serve", "test"):
         assert f"make {target}\n" in README
-        shown = subprocess.run(["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=60)
+        shown = subprocess.run(
+            ["make", "-n", target], cwd=folder, capture_output=True, text=True, timeout=600
+        )
         assert shown.returncode == 0

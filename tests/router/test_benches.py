@@ -26,6 +26,6 @@ ROOT = Path(__file__).parents[2]
 )
 def test_it_prints_its_table(script: str, arguments: str, expected: str) -> None:
     command = [sys.executable, str(ROOT / "bench" / script), *arguments.split()]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr
     assert expected in result.stdout

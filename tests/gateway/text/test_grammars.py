@@ -254,6 +254,7 @@ async def test_a_grammar_that_waits_too_long_for_others_is_not_called_bad(
     checks, checker = SlowChecks(monkeypatch), GrammarChecker()
     slow = asyncio.create_task(checker.check(Grammar("regex", "slow"), {}, "a"))
     await checks.until_begun()
+    await settle()  # it has begun to wait, and has taken the patient timeout
     monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.001)
     with pytest.raises(Overloaded):
         await checker.check(Grammar("regex", "quick"), {}, "a")
