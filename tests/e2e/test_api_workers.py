@@ -27,15 +27,17 @@ BODY = {"prompt": "hello", "max_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server that its tests leave running."""
+    """A server that its tests leave running, but the last one."""
     with running_in(tmp_path_factory.mktemp("workers")) as running:
         yield running
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
-    """A server that its test ends."""
-    with running_in(tmp_path) as running:
+@pytest.fixture(scope="module")
+def limited_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("limited")
+    settings = folder / "settings.toml"
+    settings.write_text("[limits.model]\nrequests_per_minute = 12\n")
+    with running_in(folder, "--settings", str(settings)) as running:
         yield running
 
 
@@ -108,15 +110,13 @@ def held_connections(server: RunningServer) -> list[int]:
         ]
 
 
-def test_a_limit_holds_for_all_workers_together(tmp_path: Path) -> None:
-    settings = tmp_path / "settings.toml"
-    settings.write_text("[limits.model]\nrequests_per_minute = 12\n")
-    with running_in(tmp_path, "--settings", str(settings)) as server:
-        started = time.monotonic()
-        with httpx.Client(base_url=server.url, timeout=60) as client:  # one connection, so one worker
-            first = [client.post("/v1/completions", json=BODY).status_code for _ in range(10)]
-        statuses = first + asyncio.run(ask_often(server.url, 20))
-        refilled = 12 * (time.monotonic() - started) / 60
+def test_a_limit_holds_for_all_workers_together(limited_server: RunningServer) -> None:
+    server = limited_server
+    started = time.monotonic()
+    with httpx.Client(base_url=server.url, timeout=60) as client:  # one connection, so one worker
+        first = [client.post("/v1/completions", json=BODY).status_code for _ in range(10)]
+    statuses = first + asyncio.run(ask_often(server.url, 20))
+    refilled = 12 * (time.monotonic() - started) / 60
     assert first == [200] * 10
     # One more is allowed, should a worker lose its core for 20 ms while it holds the lock of the table.
     assert 12 <= statuses.count(200) <= 13 + refilled
@@ -143,15 +143,22 @@ def test_no_worker_refuses_anybody_while_the_only_engine_starts_again(lasting_se
 
 
 class OpenStream:
-    """An answer that runs until the server or the test ends it, on a plain socket."""
+    """An answer that runs until the server or the test ends it, on a plain socket. A server with a limit admits it
+    some seconds after the requests before."""
 
     def __init__(self, server: RunningServer) -> None:
         port = int(server.url.rsplit(":", 1)[1])
         body = json.dumps({**BODY, "max_tokens": 60_000, "stream": True}).encode()
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        self.socket.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        assert self.socket.recv(1000).startswith(b"HTTP/1.1 200")
+        while True:
+            self.socket = socket.create_connection(("127.0.0.1", port), timeout=60)
+            self.socket.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            answer = self.socket.recv(1000)
+            if not answer.startswith(b"HTTP/1.1 429"):
+                break
+            self.socket.close()
+            time.sleep(0.2)
+        assert answer.startswith(b"HTTP/1.1 200")
 
     def read_to_end(self) -> None:
         with contextlib.suppress(ConnectionError):
@@ -177,18 +184,21 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def test_everybody_leaves_when_the_parent_is_killed_in_mid_stream(server: RunningServer) -> None:
-    streams = [OpenStream(server) for _ in range(4)]
-    family = psutil.Process(server.process.pid).children(recursive=True)
-    assert len(family) >= NUM_WORKERS + 1
-    server.process.kill()
-    server.process.wait(timeout=240)
-    for stream in streams:
-        stream.read_to_end()
-    assert all_gone(family)
+def test_everybody_leaves_when_the_parent_is_killed_in_mid_stream(tmp_path: Path) -> None:
+    with running_in(tmp_path) as server:
+        streams = [OpenStream(server) for _ in range(4)]
+        family = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(family) >= NUM_WORKERS + 1
+        server.process.kill()
+        server.process.wait(timeout=240)
+        for stream in streams:
+            stream.read_to_end()
+        assert all_gone(family)
 
 
-def test_a_second_sigterm_cuts_answers_short(server: RunningServer) -> None:
+def test_a_second_sigterm_cuts_answers_short(limited_server: RunningServer) -> None:
+    """The last test with this server."""
+    server = limited_server
     stream = OpenStream(server)
     family = psutil.Process(server.process.pid).children(recursive=True)
     server.process.send_signal(signal.SIGTERM)
@@ -199,7 +209,9 @@ def test_a_second_sigterm_cuts_answers_short(server: RunningServer) -> None:
     assert all_gone(family)
 
 
-def test_sigterm_lets_answers_finish_and_waits_for_no_body(server: RunningServer) -> None:
+def test_sigterm_lets_answers_finish_and_waits_for_no_body(lasting_server: RunningServer) -> None:
+    """The last test with this server."""
+    server = lasting_server
     port = int(server.url.rsplit(":", 1)[1])
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000000\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:

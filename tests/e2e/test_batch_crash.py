@@ -40,7 +40,7 @@ def wait_for_lines(sdk: openai.OpenAI, batch_id: str, count: int) -> openai.type
         if batch.request_counts.completed >= count or batch.status == "completed":
             return batch
         assert time.monotonic() < deadline, batch
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def test_no_line_is_lost_or_repeated(tmp_path: Path) -> None:

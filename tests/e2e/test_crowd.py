@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import psutil
@@ -53,21 +53,25 @@ class Crowd:
             writer.close()
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """The last test ends it."""
+    folder = tmp_path_factory.mktemp("crowd")
+    flags = ("--max-websockets", str(MAX_WEBSOCKETS), "--drain-timeout", "200", "--data-dir", str(folder))
+    running = start_server(folder, "--model", "echo", *flags)
+    yield running
+    running.process.kill()
+
+
 @pytest.mark.slow
-def test_a_thousand_idle_sockets(tmp_path: Path) -> None:
+def test_a_thousand_idle_sockets(server: RunningServer) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < NUM_IDLE + 1000:
         pytest.skip(f"the system allows only {hard} open files")
     resource.setrlimit(resource.RLIMIT_NOFILE, (NUM_IDLE + 1000, hard))
-    server = start_server(
-        tmp_path,
-        *("--model", "echo", "--max-websockets", str(MAX_WEBSOCKETS), "--data-dir", str(tmp_path)),
-    )
     try:
         asyncio.run(_crowd(server))
-        assert server.stop() == 0
     finally:
-        server.process.kill()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -103,21 +107,17 @@ async def _asks(client: httpx.AsyncClient) -> int:
 
 
 @pytest.mark.slow
-def test_open_sockets_do_not_hold_up_the_end(tmp_path: Path) -> None:
+def test_open_sockets_do_not_hold_up_the_end(server: RunningServer) -> None:
     """A running answer finishes, an idle socket is told to go, and the process ends."""
-    server = start_server(tmp_path, "--model", "echo", "--data-dir", str(tmp_path), "--drain-timeout", "20")
-    try:
-        url = server.url.replace("http", "ws") + "/v1/stream"
-        with connect(url) as idle, connect(url) as busy:
-            busy.send(json.dumps({"id": 1, "prompt": "water " * 200, "max_tokens": 2000}))
-            assert "token" in json.loads(busy.recv(timeout=60))
-            server.process.terminate()
-            while "usage" not in (message := json.loads(busy.recv(timeout=60))):
-                pass
-            assert message["usage"]["completion_tokens"] == 2000
-            for socket in (busy, idle):
-                with pytest.raises(ConnectionClosed, match="1012"):
-                    socket.recv(timeout=60)
-        assert server.process.wait(timeout=240) == 0
-    finally:
-        server.process.kill()
+    url = server.url.replace("http", "ws") + "/v1/stream"
+    with connect(url) as idle, connect(url) as busy:
+        busy.send(json.dumps({"id": 1, "prompt": "water " * 200, "max_tokens": 2000}))
+        assert "token" in json.loads(busy.recv(timeout=60))
+        server.process.terminate()
+        while "usage" not in (message := json.loads(busy.recv(timeout=60))):
+            pass
+        assert message["usage"]["completion_tokens"] == 2000
+        for socket in (busy, idle):
+            with pytest.raises(ConnectionClosed, match="1012"):
+                socket.recv(timeout=60)
+    assert server.process.wait(timeout=240) == 0

@@ -21,7 +21,8 @@ def test_answers_are_the_same_with_the_head_and_its_drafts_are_accepted() -> Non
     path = fetch_model("smollm2-135m")
     head = f"heads={head_of(path)}"
     answers, drafted = {}, {}
-    for speculate in ("off", "auto", head):
+    is_chosen = preferred_cpu_dtype() == torch.bfloat16  # by itself, where the CPU has AMX
+    for speculate in ("off", "auto") if is_chosen else ("off", "auto", head):
         engine = OfflineEngine(
             EngineConfig(
                 model=ModelConfig(device="cpu", max_model_len=512),
@@ -36,7 +37,7 @@ def test_answers_are_the_same_with_the_head_and_its_drafts_are_accepted() -> Non
         answers[speculate] = [each.token_ids for each in engine.generate(prompts, sampling)]
         drafted[speculate] = {each.drafter: sum(each.accepted) for each in engine.stats().drafters}
         engine.close()
-    assert answers["auto"] == answers[head] == answers["off"]
-    assert drafted[head]["heads"] > 0
-    assert ("heads" in drafted["auto"]) is (preferred_cpu_dtype() == torch.bfloat16)
+    assert all(each == answers["off"] for each in answers.values())
+    assert ("heads" in drafted["auto"]) is is_chosen
+    assert drafted["auto" if is_chosen else head]["heads"] > 0
     assert drafted["off"] == {}
