@@ -16,6 +16,7 @@ import pytest
 from _pytest.terminal import TerminalReporter
 from hypothesis import HealthCheck, settings
 
+from .copies import copy_from_here
 from .workers import Workers
 
 # Without a GPU, Triton's kernels run in its interpreter (tests/triton), which is chosen for good when triton is first
@@ -208,6 +209,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if option.workers < 2 or option.collectonly or option.usepdb or session.testsfailed:
         return None
     begin = without_threads_of_kernels()
+    copy_from_here()
     return Workers(session, option.workers, SHARING_A_SERVER, begin, mostly_waits).run()
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import socket
@@ -16,7 +17,8 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from multiprocessing.connection import Connection, wait
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, arbitrary_address, wait
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -30,8 +32,29 @@ from penstock.core.engine_config import EngineConfig
 RANK = "penstock.engine.parallel.rank"
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__, WORKER, RANK, "tests.engine.parallel.scenario"])
+OUTPUT = (1, 2)  # file numbers
 # The exit code of a process can be read once. Starting a process asks for the exit codes of all others, too.
 _bookkeeping = threading.Lock()
+
+
+def copy_from_here() -> None:
+    """Fork the process that is copied from this one, which has imported all tests and has no threads: processes that
+    are forked from this one then share it. Each would start one of its own, which imports everything again."""
+    server: Any = multiprocessing.forkserver._forkserver
+    resource_tracker.ensure_running()
+    with socket.socket(socket.AF_UNIX) as listener:
+        server._forkserver_address = arbitrary_address("AF_UNIX")
+        listener.bind(server._forkserver_address)
+        listener.listen()
+        alive, server._forkserver_alive_fd = os.pipe()  # it ends when nobody has the other end
+        if os.fork() == 0:
+            try:
+                os.close(server._forkserver_alive_fd)
+                multiprocessing.forkserver.main(listener.detach(), alive, [])
+            finally:
+                os._exit(0)
+        os.close(alive)
+    server.ensure_running = lambda: None  # would look for a child of the process that asks
 
 
 class Copy:
@@ -46,10 +69,12 @@ class Copy:
         standard_input: bytes = b"",
     ) -> None:
         """The numbers of passed files are the last arguments."""
-        passed = [Connection(os.dup(number)) for number in pass_fds]
-        arguments = arguments[: len(arguments) - len(passed)]
+        passed = [Connection(os.dup(number)) for number in (*OUTPUT, *pass_fds)]
+        arguments = arguments[: len(arguments) - len(pass_fds)]
         self._process = CONTEXT.Process(
-            target=_run, args=(module, arguments, passed, standard_input), daemon=True
+            target=_run,
+            args=(module, arguments, passed, standard_input, dict(os.environ)),
+            daemon=True,
         )
         with _bookkeeping:
             self._process.start()
@@ -90,8 +115,18 @@ def copied_ranks() -> Iterator[None]:
         yield
 
 
-def _run(module: str, arguments: Sequence[str], passed: Sequence[Connection], standard_input: bytes) -> None:
-    numbers = [os.dup(connection.fileno()) for connection in passed]
+def _run(
+    module: str,
+    arguments: Sequence[str],
+    passed: Sequence[Connection],
+    standard_input: bytes,
+    environment: dict[str, str],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, connection in zip(OUTPUT, passed, strict=False):
+        os.dup2(connection.fileno(), number)
+    numbers = [os.dup(connection.fileno()) for connection in passed[len(OUTPUT) :]]
     for connection in passed:
         connection.close()
     sys.stdin = io.TextIOWrapper(io.BytesIO(standard_input))

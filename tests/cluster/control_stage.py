@@ -13,7 +13,6 @@ from pathlib import Path
 from penstock.cluster.control_link import ControlLink, SocketChannel
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec
 from penstock.cluster.staged_records import (
     ExperimentRecord,
@@ -28,8 +27,9 @@ from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Request, SamplingParams
+from tests.copies import CopyingLauncher
 
-WAIT_S = 120.0
+WAIT_S = 240.0
 INTERVAL_S = 0.05
 ENGINE = EngineConfig(model=ModelConfig(model="echo"), cache=CacheConfig(num_kv_blocks=4096), num_threads=1)
 SPEC = ReplicaSpec(model="echo", engine=ENGINE, model_path="echo", revision=revision_of(ENGINE, "echo"))
@@ -117,7 +117,7 @@ async def open_stage(
     num_gateways: int = 1,
     spec: ReplicaSpec = SPEC,
 ) -> AsyncIterator[Stage]:
-    supervisor = Supervisor({"local": LocalLauncher(log_level="WARNING")}, heartbeat_timeout_s=60.0)
+    supervisor = Supervisor({"local": CopyingLauncher(log_level="WARNING")}, heartbeat_timeout_s=60.0)
     plane = ControlPlane(
         supervisor,
         [(spec, scaling)],

@@ -14,7 +14,6 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.local import LocalLauncher
 from penstock.cluster.replica import ReplicaSpec, RunningReplica
 from penstock.cluster.supervisor import Supervisor
 from penstock.core.engine_config import CacheConfig, EngineConfig, ModelConfig
@@ -35,6 +34,7 @@ from tests.cluster.engines import (
     send,
     until,
 )
+from tests.copies import CopyingLauncher
 from tests.engine.byte_model import write_byte_model
 
 NUM_REQUESTS = 12
@@ -44,7 +44,7 @@ class RememberingLauncher:
     """Remembers every process, so that a test can ask afterwards how each of them ended."""
 
     def __init__(self) -> None:
-        self._launcher = LocalLauncher()
+        self._launcher = CopyingLauncher()
         self.launched: dict[str, RunningReplica] = {}
 
     async def launch(self, spec: ReplicaSpec, replica_id: str) -> RunningReplica:

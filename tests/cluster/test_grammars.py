@@ -15,6 +15,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.plan import TokenEvent
 from penstock.core.request import FinishReason, Grammar, Request, SamplingParams
 from tests.cluster.engines import Inbox, engine_process, send
+from tests.copies import CopyingLauncher
 from tests.engine.byte_model import constrained, write_byte_model
 
 pytestmark = pytest.mark.slow
@@ -25,7 +26,7 @@ async def test_a_bad_grammar_is_refused_and_a_good_one_holds(tmp_path: Path) -> 
     model = ModelConfig(model=str(folder), device="cpu", dtype="float32", load_format="random")
     config = EngineConfig(model=model, cache=CacheConfig(num_kv_blocks=64))
     spec = ReplicaSpec(model="bytes", engine=config, model_path=str(folder))
-    async with engine_process(spec) as engine:
+    async with engine_process(spec, CopyingLauncher()) as engine:
         bad = send(engine.client, constrained("bad", Grammar("regex", "(a")))
         good = send(engine.client, constrained("good", Grammar("regex", "[ab]{4}c")))
         await bad.until(lambda inbox: inbox.error is not None)

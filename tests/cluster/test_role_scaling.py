@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from penstock.cluster.control_messages import OrderReplica, decode_from_control, encode_line
 from penstock.cluster.control_plane import ControlPlane
 from penstock.cluster.fleet import Fleet
-from penstock.cluster.local import LocalLauncher
 from penstock.cluster.role_scaling import RolePair, autoscaling, role_pairs, scaling_of_role
 from penstock.cluster.scaling import PoolScaler
 from penstock.cluster.staged_records import MemoryRecords
@@ -27,6 +26,7 @@ from penstock.core.plan import TokenEvent
 from penstock.core.request import Request, SamplingParams
 from tests.cluster.control_stage import SPEC, resolve
 from tests.cluster.fake_manager import FakeManager
+from tests.copies import CopyingLauncher
 
 WAIT_S = 240.0
 LENGTH = 3000  # a quarter of an answer's tokens: three quarters of the KV cache
@@ -37,7 +37,7 @@ SCALING = AutoscalerConfig(max_replicas=3, kv_target=0.2, up_cooldown_s=0.2, dow
 
 @pytest.fixture
 async def supervisor() -> AsyncIterator[Supervisor]:
-    supervisor = Supervisor({"local": LocalLauncher(log_level="WARNING")}, heartbeat_timeout_s=60.0)
+    supervisor = Supervisor({"local": CopyingLauncher(log_level="WARNING")}, heartbeat_timeout_s=60.0)
     yield supervisor
     await supervisor.close()
 
