@@ -84,6 +84,7 @@ async def stream(rig: Rig, number: int, client: int, over: asyncio.Event, tally:
                 tally.answered.append(answer.headers["x-request-id"])
                 tally.wrong += text != right
                 asked += 1
+            await asyncio.sleep(rig.pause_s)
         except httpx.HTTPError as error:
             tally.reconnected += 1
             print(f"{rig.urls[gateway]}: {error!r} after {len(text)} characters", file=sys.stderr)
@@ -179,7 +180,7 @@ async def run(folder: Path, options: argparse.Namespace, made: Network | None) -
     has_store = any(name.startswith(STORE) for name in options.only)
     with fleet(folder, made, has_store=has_store, clock_library=options.clocks_apart) as rig:
         await rig.until_well()
-        rig.fault_s = options.fault_s
+        rig.fault_s, rig.pause_s = options.fault_s, options.pause_s
         for number, name in enumerate(options.only):
             row = await measure(rig, number, name, options.streams)
             tally = row.tally
@@ -209,6 +210,7 @@ def main() -> None:
     names = [*FAULTS, *NETWORK_FAULTS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="FAULT")
     parser.add_argument("--fault-s", type=float, default=FAULT_S, help="of a freeze or a cut")
+    parser.add_argument("--pause-s", type=float, default=0.0, help="of a client between two answers")
     parser.add_argument(
         "--clocks-apart",
         type=Path,

@@ -105,6 +105,7 @@ class Rig:
             return Process(words, own, folder / f"{name}.log", nodes.get(name), files)
 
         self.fault_s = 20.0
+        self.pause_s = 0.0  # of a client between two answers
         self.is_ready = [True, True]  # of the gateways, as a load balancer sees them
         self.started: list[Process] = []  # in place of others
         self.urls: list[str] = []
