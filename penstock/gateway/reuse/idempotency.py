@@ -125,10 +125,6 @@ def renew_leases(connection: Connection, claims: Sequence[KeyClaim], lease_until
     )
 
 
-def delete_expired(connection: Connection, now: float) -> int:
-    return connection.execute(sa.delete(idempotent_answers).where(_columns.expires_at <= now)).rowcount
-
-
 def _same_key(claim: KeyClaim) -> sa.ColumnElement[bool]:
     return sa.and_(
         _columns.workspace_id == claim.workspace_id, _columns.idempotency_key == claim.idempotency_key
@@ -144,7 +140,6 @@ logger = logging.getLogger(__name__)
 MAX_KEY_CHARS = 255
 LEASE_S = 30.0
 RENEWAL_S = 10.0
-SWEEP_S = 600.0
 POLL_S = 0.25  # how often a repeat looks for an answer that another gateway is making
 MAX_WAIT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
@@ -222,17 +217,23 @@ class IdempotentAnswers:
 
     async def run(self) -> None:
         """Renews leases and deletes what is too old, until cancelled."""
-        sweep_at = 0.0
-        while self._database is not None:
-            now = asyncio.get_running_loop().time()
-            with contextlib.suppress(StoreUnavailable):
-                if self._claims:
-                    await self._database.run(partial(self._renew, list(self._claims.values())))
-                if now >= sweep_at and self._database.exists:
-                    await self._database.run(
-                        lambda connection: delete_expired(connection, self._lease_clock(connection))
-                    )
-                    sweep_at = now + SWEEP_S
+        if self._database is not None and self._retention is not None:
+            await asyncio.gather(
+                self._renew_leases(self._database), self._sweep(self._database, self._retention)
+            )
+
+    async def _renew_leases(self, database: Database) -> None:
+        while True:
+            if self._claims:
+                with contextlib.suppress(StoreUnavailable):
+                    await database.run(partial(self._renew, list(self._claims.values())))
+            await asyncio.sleep(RENEWAL_S)
+
+    async def _sweep(self, database: Database, retention: Retention) -> None:
+        while True:
+            if database.exists:
+                with contextlib.suppress(StoreUnavailable):
+                    await retention.sweep(await database.run(self._lease_clock, reads_only=True))
             await asyncio.sleep(RENEWAL_S)
 
     def _renew(self, claims: Sequence[KeyClaim], connection: Connection) -> None:

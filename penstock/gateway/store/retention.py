@@ -6,11 +6,12 @@ time: no other writer waits meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Table, delete, func, select, true
+from sqlalchemy import ColumnElement, Connection, Table, delete, func, select, true, tuple_
 
 from penstock.core.errors import StoreUnavailable
 from penstock.gateway.store.database import Database
@@ -44,7 +45,7 @@ class Retention:
         self._may_go = true() if may_go is None else may_go
         self.max_workspace_size = max_workspace_size
         self._added: dict[str, int] = {}  # per workspace, since it was last measured
-        self._swept_at = 0.0
+        self._swept_at = -math.inf
 
     async def note_added(self, workspace_id: str, size: int, *, kept: Collection[str] = ()) -> None:
         """Count what a committed transaction has added, and make room now and then. What was just added, `kept`,
@@ -87,15 +88,18 @@ class Retention:
             surplus -= size
         return keys
 
-    async def sweep(self, now: float) -> None:
-        """Delete expired rows, unless that was done a short while ago."""
-        if now - self._swept_at <= _SWEEP_EVERY_S:
-            return
+    async def sweep(self, now: float) -> int:
+        """Delete expired rows, unless that was done a short while ago. Returns how many there were."""
+        if 0.0 <= now - self._swept_at <= _SWEEP_EVERY_S:  # or else the clock was set back
+            return 0
         self._swept_at = now
-        (primary_key,) = self._table.primary_key
-        expired = select(primary_key).where(self._table.c.expires_at <= now).limit(_DELETED_AT_ONCE)
-        while await self._delete(primary_key.in_(expired)) == _DELETED_AT_ONCE:
-            pass
+        key = tuple(self._table.primary_key)
+        expired = select(*key).where(self._table.c.expires_at <= now).limit(_DELETED_AT_ONCE)
+        num_deleted = num_more = await self._delete(tuple_(*key).in_(expired))
+        while num_more == _DELETED_AT_ONCE:
+            num_more = await self._delete(tuple_(*key).in_(expired))
+            num_deleted += num_more
+        return num_deleted
 
     async def _delete(self, *where: ColumnElement[bool]) -> int:
         statement = delete(self._table).where(*where)

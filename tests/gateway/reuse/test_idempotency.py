@@ -30,7 +30,6 @@ from penstock.gateway.reuse.idempotency import (
     KeyClaim,
     RunsElsewhere,
     claim_key,
-    delete_expired,
     keep_answer,
     release_key,
     renew_leases,
@@ -407,7 +406,7 @@ class TestAcrossProcesses:
 
 
 class TestStore:
-    def test_leases_and_expiry(self, database: Database) -> None:
+    async def test_leases_and_expiry(self, database: Database) -> None:
         def claim(owner: str, now: float, fingerprint: bytes = b"f") -> Any:
             mine = KeyClaim(workspace_id="w", idempotency_key="k", fingerprint=fingerprint, owner=owner)
             return mine, database.run_now(
@@ -430,8 +429,11 @@ class TestStore:
         database.run_now(lambda connection: release_key(connection, thief))
         assert claim("c", 199)[1] == Answered(b"g", b"answer"), "an answer is not released"
         assert claim("c", 200)[1] == Claimed()
-        assert database.run_now(lambda connection: delete_expired(connection, 299)) == 0
-        assert database.run_now(lambda connection: delete_expired(connection, 300)) == 1
+        assert await retention_of(database, 1000).sweep(299) == 0
+        kept = retention_of(database, 1000)
+        assert await kept.sweep(300) == 1
+        assert claim("c", 400)[1] == Claimed()
+        assert [await kept.sweep(now) for now in (600, 299, 900)] == [0, 0, 1], "the clock was set back"
 
     async def test_the_oldest_answers_of_a_workspace_with_too_many_bytes_go_first(
         self, database: Database
