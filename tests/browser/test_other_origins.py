@@ -82,3 +82,37 @@ def test_a_page_of_any_other_site_is_refused(page: Any) -> None:
         with pytest.raises(Exception, match="Failed to fetch"):
             page.evaluate(CALL, [served.url, KEY, False])
         assert page.evaluate(SOCKET, [served.url, "wrong"]) == "refused"
+
+
+# What a page can send without asking first, each to its end.
+FORGERIES = """async ([url, text]) => {
+  const body = JSON.stringify({ max_tokens: 2, messages: [{ role: "user", content: text }] });
+  const chat = `${url}/v1/chat/completions`;
+  const over = (node) => new Promise((resolve) => {
+    node.onload = node.onerror = resolve;
+    document.body.append(node);
+  });
+  const make = (tag, fields) => Object.assign(document.createElement(tag), fields);
+  navigator.sendBeacon(chat, body);
+  for (const mode of ["cors", "no-cors"]) {
+    const options = { method: "POST", mode, body, credentials: "include", headers: { "content-type": "text/plain" } };
+    await fetch(chat, options).catch(() => null);
+  }
+  const target = make("iframe", { name: "target" });
+  await over(target);
+  const form = make("form", { method: "post", enctype: "text/plain", target: "target", action: chat });
+  form.append(make("input", { name: body.slice(0, -1) + ',"a":"', value: '"}' }));
+  document.body.append(form);
+  const answered = new Promise((resolve) => { target.onload = resolve; });
+  form.submit();
+  await answered;
+  await over(make("iframe", { src: `${url}/` }));
+}"""
+
+
+def test_a_foreign_page_makes_a_server_without_keys_do_nothing(page: Any) -> None:
+    with bounded_server(DemoEngine()) as served:
+        page.evaluate(FORGERIES, [served.url, "forged"])
+        assert page.frames[-1].url.startswith("chrome-error:"), "the chat page is in no frame"
+        assert page.evaluate(SOCKET, [served.url, "none"]) == "refused"
+        assert served.engine.added == []
