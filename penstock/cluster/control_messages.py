@@ -43,6 +43,7 @@ from penstock.core.request import Tier
 
 logger = logging.getLogger(__name__)
 
+PAUSE_S = 0.1  # after an error, so that one that comes again and again does not fill the log
 SILENT_S = 3.0  # after which a gateway counts as gone; it reports twice a second
 ANSWER_TIMEOUT_S = 2.0
 MAX_MESSAGE_BYTES = 1 << 24
@@ -94,14 +95,22 @@ class ControlServer:
 
     async def _serve(self, socket: zmq.asyncio.Socket) -> None:
         while True:
-            if await socket.poll(int(SILENT_S * 1000)):
-                client, *frames = await socket.recv_multipart()
-                self._heard(client)
-                if len(frames) == 2 and len(self._answering) < MAX_ANSWERING:
-                    task = asyncio.create_task(self._reply(socket, client, frames[0], frames[1]))
-                    self._answering.add(task)
-                    task.add_done_callback(self._answering.discard)
-            self._forget_silent()
+            try:
+                await self._take_message(socket)
+                self._forget_silent()
+            except Exception:  # one message must not keep all gateways without answers
+                logger.exception("a gateway's message could not be taken; the next ones are")
+                await asyncio.sleep(PAUSE_S)
+
+    async def _take_message(self, socket: zmq.asyncio.Socket) -> None:
+        if not await socket.poll(int(SILENT_S * 1000)):
+            return
+        client, *frames = await socket.recv_multipart()
+        self._heard(client)
+        if len(frames) == 2 and len(self._answering) < MAX_ANSWERING:
+            task = asyncio.create_task(self._reply(socket, client, frames[0], frames[1]))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
     async def _reply(self, socket: zmq.asyncio.Socket, client: bytes, number: bytes, line: bytes) -> None:
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+import zmq
 
-from penstock.cluster.control_messages import CurveChannel
+from penstock.cluster.control_messages import ControlServer, CurveChannel
 from penstock.cluster.transport import KeyPair, with_key
 
 
@@ -29,3 +31,42 @@ async def test_a_question_may_be_given_up_at_the_moment_when_its_time_ends() -> 
         await asking
     channel.close()
     assert not errors
+
+
+class BrokenOnce:
+    """A socket whose first message cannot be read."""
+
+    def __init__(self) -> None:
+        self.arriving: list[list[bytes]] = [[], [b"gateway", b"1", b"a question"]]
+        self.sent: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+
+    async def poll(self, timeout_ms: int) -> bool:
+        if not self.arriving:
+            await self.sent
+        return bool(self.arriving)
+
+    async def recv_multipart(self) -> list[bytes]:
+        if frames := self.arriving.pop(0):
+            return frames
+        raise zmq.ZMQError(zmq.EFSM)
+
+    async def send_multipart(self, frames: list[bytes]) -> None:
+        self.sent.set_result(frames)
+
+
+async def test_a_message_that_cannot_be_taken_keeps_no_gateway_without_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.cluster.control_messages.PAUSE_S", 0.0)
+
+    async def answer(number: int, line: bytes) -> bytes:
+        return line.upper()
+
+    tokens: Any = None
+    server = ControlServer("127.0.0.1", tokens, answer, lambda number: None)
+    socket: Any = BrokenOnce()
+    serving = asyncio.create_task(server._serve(socket))
+    async with asyncio.timeout(60):
+        assert await socket.sent == [b"gateway", b"1", b"A QUESTION"]
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
