@@ -7,6 +7,9 @@ therefore waits for a moment before a new connection, and takes the connection i
 
 No protocol knows of a connection before its handshake has ended: without a bound here, clients that begin none would
 take all files of the process.
+
+A process without free files leaves new connections waiting, says so, and tries again. The event loop's own servers
+reset them and say nothing.
 """
 
 from __future__ import annotations
@@ -93,6 +96,7 @@ class EvenListener:
         self._waited_until_s = -math.inf
         self._fewest_then = 0  # when the last wait began
         self._num_vain_waits = 0
+        self._has_failed = False  # whether the last connection could not be accepted
         self._listen()
 
     def close(self) -> None:
@@ -124,9 +128,14 @@ class EvenListener:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            logger.warning("cannot accept connections: %s", error.strerror)
+            if not self._has_failed:
+                self._has_failed = True
+                logger.error("new connections wait, because none can be accepted: %s", error.strerror)
             self._stop_for(RETRY_S)
             return
+        if self._has_failed:
+            self._has_failed = False
+            logger.warning("connections are accepted again")
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -133,8 +133,8 @@ CLOSE_TIMEOUT_S = 5
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: SIGTERM must drain before the server stops. With `counts`, the listening
-    socket is shared with other processes, and connections are accepted evenly. TLS handshakes are bounded by
+    """uvicorn without its signal handlers: SIGTERM must drain before the server stops. Connections are accepted by an
+    `EvenListener`: with `counts`, the listening socket is shared with other processes. TLS handshakes are bounded by
     `limits`, as connections are."""
 
     def __init__(
@@ -150,9 +150,6 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._counts is None and self.config.ssl is None:
-            await super().startup(sockets)
-            return
         await super().startup([])
         limits = self._limits
         for each in sockets or ():

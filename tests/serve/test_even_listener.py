@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 import ssl
 from collections.abc import Sequence
@@ -101,6 +103,45 @@ async def test_a_new_process_starts_with_no_connections(tmp_path: Path) -> None:
     other.publish(9)
     assert other.fewest == 7
     assert (ConnectionCounts(path, 2, 0).own, other.fewest, other.own) == (0, 0, 9)
+
+
+class WithoutFiles(socket.socket):
+    """A listening socket of a process that has no free file for a while."""
+
+    num_failures = 3
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return super().accept()
+
+
+async def test_a_process_without_free_files_says_so_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(even_listener, "RETRY_S", 0.001)
+    accepted = asyncio.Event()
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            transport.close()
+            accepted.set()
+
+    with WithoutFiles() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        accepting = EvenListener(listener, None, Taken)
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(60):
+            await accepted.wait()
+        writer.close()
+        accepting.close()
+    assert [record.getMessage() for record in caplog.records if "accepted" in record.message] == [
+        f"new connections wait, because none can be accepted: {os.strerror(errno.EMFILE)}",
+        "connections are accepted again",
+    ]
 
 
 async def test_handshakes_that_do_not_end_make_room(listener: socket.socket, tmp_path: Path) -> None:
