@@ -7,7 +7,6 @@ external server. Knows no limits and no guards.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -50,8 +49,7 @@ ASSUMED_MAX_TOKENS = 1024
 MAX_WHOLE_TOKENS = 512  # of an answer that an external server is asked for in one piece
 
 
-@dataclass(slots=True, eq=False)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, eq=False, kw_only=True):
     """Made by `authorize`; the steps after it fill in the rest, in the order of the fields."""
 
     request: GenerationRequest  # as it will run: guards may change it
@@ -67,10 +65,10 @@ class PreparedRequest:
     admission: Admission | None = None
     held: Holding | None = None  # of the bytes of files, until the request ends
     case: PolicyRun | None = None  # what guards report to; None without a policy
-    prompts: list[PreparedPrompt] = field(default_factory=list)
-    engine_requests: list[Request] = field(default_factory=list)  # for a model of our own engines
-    choices: list[Choice] = field(default_factory=list)  # one for each of them
-    calls: list[ExternalCall] = field(default_factory=list)  # for a model of an external server
+    prompts: list[PreparedPrompt] = []
+    engine_requests: list[Request] = []  # for a model of our own engines
+    choices: list[Choice] = []  # one for each of them
+    calls: list[ExternalCall] = []  # for a model of an external server
     warnings: tuple[RequestWarning, ...] = ()  # for the answer
 
     def claim(self) -> Claim:
@@ -80,6 +78,9 @@ class PreparedRequest:
             input_tokens = sum([len(prompt.token_ids) for prompt in self.prompts])
             leaders = self.engine_requests[:: self.request.n]
             output_tokens = self.request.num_sequences * sum([each.sampling.max_tokens for each in leaders])
+        elif len(self.calls) == 1:
+            call = self.calls[0]
+            input_tokens, output_tokens = call.estimated_tokens, call.max_tokens or ASSUMED_MAX_TOKENS
         elif self.calls:
             input_tokens += sum([call.estimated_tokens for call in self.calls[:: self.request.n]])
             output_tokens += sum([call.max_tokens or ASSUMED_MAX_TOKENS for call in self.calls])

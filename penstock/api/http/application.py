@@ -266,11 +266,7 @@ class RequestIds:
             message["headers"] = headers
             if self._limits is None or state.has_sent_limits or has_limit_headers(headers):
                 return send(message)
-            return send_with_limits(self._limits, message)
-
-        async def send_with_limits(limits: CallerLimits, message: Message) -> None:
-            message["headers"] += await limits.headers(scope)
-            await send(message)
+            return _send_with_limits(self._limits, scope, message, send)
 
         try:
             await self._app(scope, receive, send_with_id)
@@ -281,6 +277,11 @@ class RequestIds:
             await internal_error_response_for(scope)(scope, receive, send_with_id)
         finally:
             release_body(scope)
+
+
+async def _send_with_limits(limits: CallerLimits, scope: Scope, message: Message, send: Send) -> None:
+    message["headers"] += await limits.headers(scope)
+    await send(message)
 
 
 class CallerLimits:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import msgspec
@@ -44,8 +43,7 @@ def headers_of(connection: HTTPConnection) -> dict[bytes, bytes]:
     return found
 
 
-@dataclass(slots=True)
-class RequestState:
+class RequestState(msgspec.Struct):
     """What middleware and endpoints note about one request, or about one WebSocket."""
 
     request_id: str | None = None

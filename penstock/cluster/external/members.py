@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from penstock.cluster.external.circuits import ServerCircuits
 from penstock.cluster.external.relay import Relay
 from penstock.cluster.external.server import ExternalServer, ServerLoad
@@ -18,8 +20,7 @@ from penstock.router import ReplicaState
 MAX_SILENT = 50  # requests at a silent server that continue elsewhere at a time: retries are bounded
 
 
-@dataclass(slots=True, eq=False)
-class Run:
+class Run(msgspec.Struct, eq=False):
     """A request at a server. `task` sends it, and reads the answer."""
 
     call: ExternalCall

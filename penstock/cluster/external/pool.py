@@ -12,7 +12,6 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 
 import msgspec
 
@@ -164,7 +163,7 @@ class ExternalPool:
             self._own_budgets[call.tenant] = self._own_retries.attempted(own, now)
         failed: set[str] = set()
         attempts = 0
-        relay = Relay(call, on_chunks, partial(self.note_first_token, call))
+        relay = Relay(call, on_chunks, self.note_first_token)
         while True:
             member = self._only_member(call, failed)
             if member is None:

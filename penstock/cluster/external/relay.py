@@ -25,7 +25,7 @@ class Relay:
         self,
         call: ExternalCall,
         on_chunks: Callable[[list[StreamChunk]], None],
-        on_first: Callable[[], None],
+        on_first: Callable[[ExternalCall], None],
     ) -> None:
         self._call = call
         self._on_chunks = on_chunks
@@ -52,7 +52,7 @@ class Relay:
         if not self.has_begun and self.num_chunks:
             self.has_begun = True
             if not self._call.is_whole:  # whose first token was not seen
-                self._on_first()
+                self._on_first(self._call)
         if self._num_before:
             chunks = [self._counted(chunk) for chunk in chunks]
         self._on_chunks(chunks)

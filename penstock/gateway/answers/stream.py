@@ -448,7 +448,11 @@ async def off_loop_if_large(deltas: Sequence[Delta], work: Callable[[], Result])
 
 def are_large(deltas: Sequence[Delta]) -> bool:
     """Return whether the deltas have so many log-probabilities that work on them would delay others."""
-    return sum([delta.num_logprobs for delta in deltas if delta.details]) > DIRECT_LOGPROBS
+    num_logprobs = 0
+    for delta in deltas:
+        if delta.details:
+            num_logprobs += delta.num_logprobs
+    return num_logprobs > DIRECT_LOGPROBS
 
 
 async def merged_later(batches: Sequence[Sequence[Delta]]) -> list[Delta]:

@@ -51,32 +51,31 @@ class _CallInParts:
         return ToolCallDelta(self.index, "".join(self.arguments), self.id, self.name)
 
 
-class ExternalChoice:
+class ExternalChoice(msgspec.Struct, eq=False):
     """One answer of an external server, whose output is buffered until the reader takes it."""
 
-    def __init__(self, index: int, estimated_prompt_tokens: int) -> None:
-        self.index = index
-        self.ending: FinishReason | None = None  # as the server reported; usage may still follow
-        self.finish_reason: FinishReason | None = None  # when nothing follows any more
-        self.buffered_bytes = 0
-        self.num_bytes = 0  # of all text that came
-        self.num_logprobs = 0
-        self.is_dirty = False  # whether the owner lists this choice as one with new output
-        self.first_token_at: float | None = None
-        self.last_token_at = 0.0
-        self.num_prompt_tokens = estimated_prompt_tokens  # until the server reports its own count
-        self.num_tokens = 0  # by the server's own count; until it is reported, a chunk counts as a token
-        self._usage: WireUsage | None = None
-        self._cached_tokens = 0
-        self._num_chunks = 0
-        self._num_reasoning_chunks = 0
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, _CallInParts] = {}
-        self._known_calls: set[int] = set()
-        self._details: list[TokenDetail] = []
-        self._num_chars = 0
-        self._stop_sequence: str | None = None
+    index: int
+    num_prompt_tokens: int  # an estimate, until the server reports its own count
+    ending: FinishReason | None = None  # as the server reported; usage may still follow
+    finish_reason: FinishReason | None = None  # when nothing follows any more
+    buffered_bytes: int = 0
+    num_bytes: int = 0  # of all text that came
+    num_logprobs: int = 0
+    is_dirty: bool = False  # whether the owner lists this choice as one with new output
+    first_token_at: float | None = None
+    last_token_at: float = 0.0
+    num_tokens: int = 0  # by the server's own count; until it is reported, a chunk counts as a token
+    _usage: WireUsage | None = None
+    _cached_tokens: int = 0
+    _num_chunks: int = 0
+    _num_reasoning_chunks: int = 0
+    _text: list[str] = []
+    _reasoning: list[str] = []
+    _calls: dict[int, _CallInParts] = {}
+    _known_calls: set[int] = set()
+    _details: list[TokenDetail] = []
+    _num_chars: int = 0
+    _stop_sequence: str | None = None
 
     @property
     def usage(self) -> Usage:

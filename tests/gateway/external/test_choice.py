@@ -22,7 +22,7 @@ def told(**fields: Any) -> StreamChunk:
 
 
 def fed(*chunks: StreamChunk) -> ExternalChoice:
-    choice = ExternalChoice(0, estimated_prompt_tokens=11)
+    choice = ExternalChoice(0, num_prompt_tokens=11)
     for each in chunks:
         choice.push([each])
     return choice
