@@ -190,8 +190,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     api_workers: Annotated[
         Annotated[int, Meta(ge=1, le=256)] | None,
-        "Gateway processes that share the port, for machines with many cores. Default: 1; one less than there "
-        "are cores, at most 4, where keys have been made and only external servers answer.",
+        "Gateway processes that share the port, for machines with many cores. Default: 1; up to 4 where keys "
+        "have been made and only external servers answer.",
     ] = None
     lame_duck_s: Annotated[
         NotNegative,

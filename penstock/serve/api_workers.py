@@ -78,18 +78,15 @@ decode_to_worker = msgspec.json.Decoder(ToWorker).decode
 def with_api_workers(config: ServeConfig, *, has_keys: bool) -> ServeConfig:
     """Choose the number of API processes if the operator has not set it.
 
-    Passing requests on to external servers takes the gateway's own processor time, and a process uses one core. One
-    core is left to the kernel's network, the threads of databases and all else: processes that have to share a core
-    displace each other from its caches, so that each request takes more time. But several processes keep stored
-    answers in the database, so there is one process where no keys have been made, and so perhaps no database. There
-    is one, too, where an external server takes only this many requests at a time, because requests that wait for it
-    are best in one queue."""
+    Passing requests on to external servers takes the gateway's own processor time, and a process uses one core. But
+    several processes keep stored answers in the database, so there is one process where no keys have been made, and
+    so perhaps no database. There is one, too, where an external server takes only this many requests at a time,
+    because requests that wait for it are best in one queue."""
     if config.server.api_workers is not None or config.runs_engines or not has_keys:
         return config
     if any(server.max_concurrent is not None for server in config.external):
         return config
-    num_processes = min(max(1, usable_cores() - 1), MAX_API_WORKERS)
-    server = msgspec.structs.replace(config.server, api_workers=num_processes)
+    server = msgspec.structs.replace(config.server, api_workers=min(usable_cores(), MAX_API_WORKERS))
     return msgspec.structs.replace(config, server=server)
 
 

@@ -28,12 +28,9 @@ def test_a_server_with_keys_that_only_passes_requests_on_has_several_processes()
     assert with_api_workers(RELAY, has_keys=True).server.num_api_workers == MAX_API_WORKERS
 
 
-@pytest.mark.parametrize(("num_cores", "num_processes"), [(1, 1), (2, 1), (4, 3)])
-def test_one_core_is_left_to_others(
-    num_cores: int, num_processes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api_workers, "usable_cores", lambda: num_cores)
-    assert with_api_workers(RELAY, has_keys=True).server.num_api_workers == num_processes
+def test_a_machine_with_few_cores_gets_no_more_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_workers, "usable_cores", lambda: 2)
+    assert with_api_workers(RELAY, has_keys=True).server.num_api_workers == 2
 
 
 @pytest.mark.parametrize(
