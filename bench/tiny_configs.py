@@ -103,12 +103,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "dots3_note_text": _LATENTS, "hy_v4": _LATENTS, "mistral_large4_text": _LATENTS,
     "glm5_next_text": {**_LATENTS, "qk_rope_head_dim": 0, "qk_head_dim": LEFT_OUT},
     # Models that see images, and that get texts alone.
+    "muse_spark_audio": {"out_hidden_size": 64}, "muse_spark_vision": {"out_hidden_size": 64},
     "glm5_next_vision": {"out_hidden_size": 64}, "granite_docling_vision": {"out_hidden_size": 64},
     "molmo2_adapter": {"vision_feature_layer": [3, 2]},
     "chameleon": {"vocabulary_map": {"<image>": 5}}, "unlimited_ocr_text": {"num_key_value_heads": 4},
     "step3p5": {"share_expert_dim": 32, "num_sliding_attention_heads": 4, "sliding_window": 8},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16], "rope_parameters": _AXES},
-    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _AXES},
+    "hunyuan_vl_text": {"head_dim": 16, "rope_parameters": _AXES}, "cosmos3_edge_text": {"rope_parameters": _AXES},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 16,
+                       "indexer_compress_ratio": 4},
     "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2, "rope_parameters": {
         kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")}},
 }  # fmt: skip

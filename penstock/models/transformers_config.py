@@ -92,7 +92,9 @@ def architecture_config(config: Any, where: str) -> ArchitectureConfig:
     fields = Fields({**text.to_dict(), **_mapped(text)}, where)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads", 1)
     num_layers = fields.integer("num_hidden_layers")
-    head_dim = fields.raw("head_dim") or max(2, hidden_size // num_heads // 2 * 2)
+    head_dim = max(2, hidden_size // num_heads // 2 * 2)
+    if fields.raw("head_dim") != 0:  # of heads that are not rotated at all
+        head_dim = fields.integer("head_dim", head_dim)
     bos_token_ids = fields.token_ids("bos_token_id")
     return ArchitectureConfig(
         architecture=fields.text("model_type"),
