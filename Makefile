@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := .stamps
 ARGS ?=
-# Two workers more than two cores, because some tests wait. A worker takes whole files, so that the fixtures of a module
-# are built once. `make test WORKERS=0` runs in one process. On Linux, workers are forked from a process that has
+# Three workers more than two cores, because some tests wait. A worker takes whole files, so that the fixtures of a
+# module are built once. `make test WORKERS=0` runs in one process. On Linux, workers are forked from a process that has
 # imported all tests (tests/workers.py). Elsewhere each imports them, because libraries of macOS do not bear a fork.
-WORKERS ?= 4
+WORKERS ?= 5
 ifeq ($(shell uname),Linux)
 PYTEST := $(BIN)/python -m pytest --workers $(WORKERS)
 else
@@ -48,7 +48,7 @@ help:
 
 $(STAMPS)/venv:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q --upgrade pip 'setuptools>=77' wheel
 	@mkdir -p $(STAMPS) && touch $@
 
 # Installs Penstock with the extras in $(1) and pip's options $(2). The kernels are compiled while pip fetches packages;
@@ -58,7 +58,6 @@ $(STAMPS)/venv:
 define install
 	@echo "Installing Penstock and its dependencies into $(VENV), and compiling the CPU kernels: some minutes, once."
 	$(if $(TORCH_INDEX),,$(no_gpu_hint))
-	$(BIN)/python -m pip install -q 'setuptools>=77' wheel
 	@mkdir -p build
 	$(BIN)/python setup.py -q build_ext --inplace >build/log 2>&1 & \
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install $(2) --index-url $(TORCH_INDEX) -c constraints.txt torch &&) \
