@@ -6,8 +6,10 @@ time: no other writer waits meanwhile.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,8 @@ class Retention:
         self._table = table
         self._key = key
         self._size = size
+        columns = tuple(table.primary_key)
+        self._row_key: Any = columns[0] if len(columns) == 1 else tuple_(*columns)
         self._age_column = age_column
         self._may_go = true() if may_go is None else may_go
         self.max_workspace_size = max_workspace_size
@@ -61,22 +65,25 @@ class Retention:
             self._added.pop(workspace_id, None)
 
     async def _make_room(self, workspace_id: str, kept: Collection[str]) -> None:
-        keys: Sequence[Any] = range(_PLANNED_AT_ONCE)
-        while len(keys) == _PLANNED_AT_ONCE:
-            keys = await self._database.run(partial(self._surplus, workspace_id, kept), reads_only=True)
-            for start in range(0, len(keys), _DELETED_AT_ONCE):
-                some = keys[start : start + _DELETED_AT_ONCE]
-                in_workspace = self._table.c.workspace_id == workspace_id
-                await self._delete(in_workspace, self._may_go, self._key.in_(some))
+        has_more = True
+        while has_more:
+            plan = partial(self._surplus, workspace_id, kept)
+            row_keys, has_more = await self._database.run(plan, reads_only=True)
+            for start in range(0, len(row_keys), _DELETED_AT_ONCE):
+                # By the primary key alone: with the workspace, SQLite would go through all its rows.
+                some = self._row_key.in_(row_keys[start : start + _DELETED_AT_ONCE])
+                await self._delete(self._may_go, some)
 
-    def _surplus(self, workspace_id: str, kept: Collection[str], connection: Connection) -> list[Any]:
-        """Return the keys of the oldest rows of a workspace that has too much: of enough rows, or of as many as are
-        deleted before the workspace is measured again."""
+    def _surplus(
+        self, workspace_id: str, kept: Collection[str], connection: Connection
+    ) -> tuple[list[Any], bool]:
+        """Return the primary keys of the oldest rows of a workspace that has too much, and whether the workspace must
+        be measured again once they are deleted."""
         in_workspace = self._table.c.workspace_id == workspace_id
         measured = select(func.coalesce(func.sum(self._size), 0)).where(in_workspace)
         surplus = connection.execute(measured).scalar_one() - self.max_workspace_size
         if surplus <= 0:
-            return []
+            return [], False
         oldest = select(self._key, func.sum(self._size)).group_by(self._key)
         oldest = oldest.where(in_workspace, self._may_go, self._key.not_in(kept))
         oldest = oldest.order_by(func.min(self._age_column)).limit(_PLANNED_AT_ONCE)
@@ -86,21 +93,31 @@ class Retention:
                 break
             keys.append(key)
             surplus -= size
-        return keys
+        rows = select(*self._table.primary_key).where(in_workspace, self._may_go, self._key.in_(keys))
+        found = connection.execute(rows)
+        row_keys = (
+            list(found.scalars()) if len(self._table.primary_key) == 1 else [tuple(row) for row in found]
+        )
+        return row_keys, len(keys) == _PLANNED_AT_ONCE
 
     async def sweep(self, now: float) -> int:
         """Delete expired rows, unless that was done a short while ago. Returns how many there were."""
         if 0.0 <= now - self._swept_at <= _SWEEP_EVERY_S:  # or else the clock was set back
             return 0
         self._swept_at = now
-        key = tuple(self._table.primary_key)
-        expired = select(*key).where(self._table.c.expires_at <= now).limit(_DELETED_AT_ONCE)
-        num_deleted = num_more = await self._delete(tuple_(*key).in_(expired))
+        expired = select(*self._table.primary_key).where(self._table.c.expires_at <= now)
+        expired = expired.limit(_DELETED_AT_ONCE)
+        num_deleted = num_more = await self._delete(self._row_key.in_(expired))
         while num_more == _DELETED_AT_ONCE:
-            num_more = await self._delete(tuple_(*key).in_(expired))
+            num_more = await self._delete(self._row_key.in_(expired))
             num_deleted += num_more
         return num_deleted
 
     async def _delete(self, *where: ColumnElement[bool]) -> int:
+        """Delete rows in a transaction of their own, and leave the database to other writers for as long as that
+        took: SQLite's writers look now and then whether it is free."""
         statement = delete(self._table).where(*where)
-        return await self._database.run(lambda connection: connection.execute(statement).rowcount)
+        began_s = time.monotonic()
+        num_deleted = await self._database.run(lambda connection: connection.execute(statement).rowcount)
+        await asyncio.sleep(time.monotonic() - began_s)
+        return num_deleted

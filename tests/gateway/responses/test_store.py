@@ -220,6 +220,9 @@ async def test_making_room_keeps_no_writer_waiting(
                 statements.append(statement)
                 if statement.startswith("DELETE"):
                     deleted.append(cursor.rowcount)
+                    assert "workspace_id" not in statement, (
+                        "SQLite would go through all rows of the workspace"
+                    )
 
             event.listen(connection, "after_cursor_execute", note)
             try:
