@@ -369,6 +369,8 @@ def _create_postgresql(url: sqlalchemy.URL) -> Engine:
             "PostgreSQL needs a driver that is not installed.", hint=f"Run: {install_command('postgres')}"
         ) from error
 
+    # The driver warns of every failed batch of rows again, once a second during an outage.
+    logging.getLogger("psycopg").setLevel(logging.ERROR)
     refused: set[str] = set()  # settings, each of which was logged
 
     @event.listens_for(engine, "connect")

@@ -24,6 +24,8 @@ from penstock.core.errors import (
 from penstock.core.identity import Scope
 from penstock.gateway.blobs.blobs import FileFolder
 from penstock.gateway.files import FileStore
+from penstock.gateway.ledger.journal import UsageRow
+from penstock.gateway.ledger.usage_store import insert_rows
 from penstock.gateway.responses.objects import ObjectStore
 from penstock.gateway.responses.store import ResponseStore
 from penstock.gateway.settings.live import LiveSettings, SharedSettings
@@ -43,7 +45,7 @@ from tests.gateway.store.postgres_server import PostgresServer, running_postgres
 from tests.gateway.store.test_migrations import check_migration, differences
 from tests.gateway.tenants.conftest import ACTOR, Time, World
 
-pytest.importorskip("psycopg", reason="needs the extra postgres")
+psycopg = pytest.importorskip("psycopg", reason="needs the extra postgres")
 pytestmark = pytest.mark.slow
 
 
@@ -128,6 +130,32 @@ async def test_a_change_of_settings_is_announced(url: str, monkeypatch: pytest.M
         await following
     ours.close()
     theirs.close()
+
+
+def test_a_full_disk_is_an_outage_that_is_logged_once(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        UsageRow(f"{number}", 1.0, "o", "w", "k", "m", "chat", "default", None, status="completed")
+        for number in range(2000)
+    ]
+    database = Database(url)
+    database.run_now(lambda connection: None)
+    fill = [
+        "CREATE FUNCTION no_space() RETURNS trigger AS $$ BEGIN RAISE EXCEPTION 'No space left on device' "
+        "USING ERRCODE = '53100'; END $$ LANGUAGE plpgsql",
+        "CREATE TRIGGER full_disk BEFORE INSERT ON usage FOR EACH ROW WHEN (NEW.request_id = '300') "
+        "EXECUTE FUNCTION no_space()",
+    ]
+    with psycopg.connect(url) as connection:
+        for statement in fill:
+            connection.execute(statement)
+    for _ in range(2):
+        with pytest.raises(StoreUnavailable):
+            database.run_now(lambda connection: insert_rows(connection, rows))
+    assert [record.name for record in caplog.records] == ["penstock.gateway.store.database"]
+    with psycopg.connect(url) as connection:
+        connection.execute("DROP FUNCTION no_space CASCADE")
+    assert database.run_now(lambda connection: insert_rows(connection, rows)) == 2000
+    database.close()
 
 
 def test_several_processes_start_on_an_empty_database_at_once(url: str) -> None:
