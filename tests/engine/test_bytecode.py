@@ -27,6 +27,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return spec if name == "torch" else None
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
+    monkeypatch.setattr("penstock.core.machine._folders", lambda *_: iter(()))  # no control group limits it
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     monkeypatch.setattr(sys, "pycache_prefix", None)

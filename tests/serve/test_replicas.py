@@ -21,6 +21,7 @@ def test_one_replica_takes_what_it_always_took() -> None:
 
 
 def test_replicas_on_the_cpu_share_its_cores_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.core.machine._folders", lambda *_: iter(()))  # no control group limits it
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1 << 18, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
     engine = shared_engine(EngineConfig(), 3, ())
