@@ -5,6 +5,7 @@ import socket
 import sys
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from penstock.cli import doctor as doctor_module
@@ -119,7 +120,8 @@ def test_doctor_reports_the_limits_of_a_container(monkeypatch, tmp_path: Path) -
     assert check_cpu(tmp_path / "none").detail == "1 core"
 
 
-def test_cpu(tmp_path: Path) -> None:
+def test_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.cli.doctor.usable_cores", lambda: 2)
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor : 0\nflags : fpu avx2 amx_bf16\n")
     assert check_cpu(cpuinfo).detail.endswith("cores with avx2, amx_bf16")
