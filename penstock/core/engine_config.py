@@ -264,7 +264,7 @@ def parse_speculate(text: str) -> Speculate:
     raise ConfigError(f"--speculate must be {', '.join(forms[:-1])} or {forms[-1]}, not '{text}'.")
 
 
-_MAX_TEMPLATE_BYTES = 1 << 20
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def read_chat_template(given: str) -> str:
@@ -274,10 +274,10 @@ def read_chat_template(given: str) -> str:
     path = Path(given).expanduser()
     try:
         with path.open("rb") as file:
-            text = file.read(_MAX_TEMPLATE_BYTES + 1)
+            text = file.read(MAX_TEMPLATE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"--chat-template names {given}, which cannot be read: {error.strerror}.") from None
-    if len(text) > _MAX_TEMPLATE_BYTES:
+    if len(text) > MAX_TEMPLATE_BYTES:
         raise ConfigError(f"--chat-template names {given}, which is larger than any chat template.")
     try:
         return text.decode()

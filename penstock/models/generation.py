@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.engine_config import ModelConfig, parse_sampling_override
+from penstock.core.engine_config import MAX_TEMPLATE_BYTES, ModelConfig, parse_sampling_override
 from penstock.core.errors import ConfigError, ModelLoadError
 from penstock.core.request import SamplingDefaults
 from penstock.models.config import read_settings
@@ -32,7 +32,6 @@ _GGUF_NAMES = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def sampling_defaults(config: ModelConfig, path: Path) -> SamplingDefaults:
@@ -115,7 +114,7 @@ def _with_default(found: dict[str, str]) -> dict[str, str]:
 
 
 def _read_template(file: Path) -> str:
-    if file.stat().st_size > _MAX_TEMPLATE_BYTES:
+    if file.stat().st_size > MAX_TEMPLATE_BYTES:
         raise ModelLoadError(f"{file} is larger than any chat template.")
     try:
         return file.read_text(encoding="utf-8")

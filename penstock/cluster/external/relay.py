@@ -41,7 +41,7 @@ class Relay:
         for chunk in chunks:
             if chunk.choices:
                 choice = chunk.choices[0]
-                if ((delta := choice.delta) is not None and delta.content) or choice.says_something:
+                if choice.says_something:
                     self.num_chunks += 1
                     if choice.finish_reason is not None:
                         self.has_ended = True

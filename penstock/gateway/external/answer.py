@@ -103,7 +103,7 @@ class ExternalChoice(msgspec.Struct, eq=False):
                 self._cached_tokens = chunk.timings.cache_n
             if chunk.choices and self.ending is None:
                 choice = chunk.choices[0]
-                if ((delta := choice.delta) is not None and delta.content) or choice.says_something:
+                if choice.says_something:
                     self._push_choice(choice)
             if chunk.usage is not None:
                 self._usage = chunk.usage
